@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the two halves from what vLLM hands to a connector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ._vllm import (
+    KVCacheConfig,
+    VllmConfig,
+    current_platform,
+    get_ip,
+    get_pp_group,
+    get_tp_group,
+    init_logger,
+)
+from .config import ConnectorConfig
+from .engine import (
+    check_parallel,
+    describe_engine,
+    engine_facts,
+    group_kind,
+    head_share,
+    kv_cache_bytes,
+    transfer_groups,
+    worker_port,
+)
+from .scheduler.side import SchedulerSide
+from .worker.kv_layout import describe_caches
+from .worker.loads import LoadLimits
+from .worker.node import DataDistNode
+from .worker.side import WorkerPlace, WorkerSide, check_memory, device_unsupported
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def connector_config(vllm_config: VllmConfig) -> ConnectorConfig:
+    return ConnectorConfig.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+
+
+def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerSide:
+    return SchedulerSide(engine_facts(vllm_config, kv_cache_config, connector_config(vllm_config)), logger)
+
+
+def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
+    """Raises ListenError, UnsupportedMemory, UnsupportedModel or ConfigError: the engine cannot start like this."""
+    config = connector_config(vllm_config)
+    if not current_platform.is_cpu():
+        raise device_unsupported(current_platform.device_type, "this engine")
+    check_parallel(vllm_config)
+    transfer_groups(kv_cache_config)
+    place = worker_place(vllm_config)
+    port = worker_port(vllm_config, config, place)
+    node = DataDistNode(listen_host(config), port, config.transfer_backend, kv_cache_bytes(kv_cache_config))
+    limits = LoadLimits(config.load_timeout_s, config.link_timeout_s, config.load_threads)
+    return WorkerSide(node, place, limits, logger)
+
+
+def register_kv_caches(
+    side: WorkerSide,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Tell the worker side where the layers lie. Raises UnsupportedMemory or LayoutError."""
+    check_memory(tensors)
+    place = worker_place(vllm_config)
+    groups = transfer_groups(kv_cache_config)
+    kinds = [group_kind(kv_cache_config, group.index) for group in groups]
+    heads = head_share(vllm_config, place)
+    caches = describe_caches(tensors, groups, kinds, kv_cache_config.num_blocks, heads)
+    side.register(tensors, caches, describe_engine(vllm_config, place, [cache.description for cache in caches]))
+
+
+def worker_place(vllm_config: VllmConfig) -> WorkerPlace:
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    pp_size = vllm_config.parallel_config.pipeline_parallel_size
+    return WorkerPlace(get_pp_group().rank_in_group, get_tp_group().rank_in_group, tp_size, tp_size * pp_size)
+
+
+def listen_host(config: ConnectorConfig) -> str:
+    """The configured host, else the one vLLM finds. An address that means "any" cannot be put into tickets."""
+    host = config.host or get_ip()
+    if host in ("0.0.0.0", "::"):
+        logger.warning("no address of this host is known: listening on 127.0.0.1, for engines on this host only")
+        return "127.0.0.1"
+    return host

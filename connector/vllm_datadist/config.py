@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's settings: `kv_connector_extra_config`, checked and typed. Everything has a default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A setting in `kv_connector_extra_config` has a name or a value that cannot work."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """What a user may set.
+
+    Attributes:
+        host: address to listen on and to publish in tickets; "" = the address vLLM finds for this host.
+        port: 0 = any free port, which tickets then carry. Another value is the port of this engine's first
+            worker; the others take the ports behind it.
+        transfer_backend: "auto" = the best one that both ends can really use.
+        lease_s: how long P holds blocks that nobody renews.
+        link_timeout_s: longest time for one attempt to link with a peer.
+        load_timeout_s: longest time from the start of a load to its end, whatever happens.
+        load_threads: how many loads of one worker run at the same time.
+    """
+
+    host: str = ""
+    port: int = 0
+    transfer_backend: str = "auto"
+    lease_s: float = 30.0
+    link_timeout_s: float = 10.0
+    load_timeout_s: float = 60.0
+    load_threads: int = 4
+
+    @classmethod
+    def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
+        """Raises ConfigError naming the setting, its value and what is accepted."""
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(extra) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"kv_connector_extra_config has unknown settings {', '.join(unknown)}; known are: {', '.join(known)}"
+            )
+        return cls(**{name: _CHECKS[name](name, value) for name, value in extra.items()})
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"kv_connector_extra_config: {name} must be a string, not {value!r}")
+    return value
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise ConfigError(f"kv_connector_extra_config: {name} must be a whole number {low}..{high}, not {value!r}")
+    return value
+
+
+def _seconds(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value <= 86400:
+        raise ConfigError(f"kv_connector_extra_config: {name} must be seconds > 0 and <= 86400, not {value!r}")
+    return float(value)
+
+
+_CHECKS = {
+    "host": _text,
+    "port": lambda name, value: _whole(name, value, 0, 65535),
+    "transfer_backend": _text,
+    "lease_s": _seconds,
+    "link_timeout_s": _seconds,
+    "load_timeout_s": _seconds,
+    "load_threads": lambda name, value: _whole(name, value, 1, 256),
+}

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's table of hand-offs. A request is in it from its arrival until vLLM has let go of its blocks.
+
+    QUEUED   --blocks allocated for a load-->  LOADING  --workers done-->  SETTLED
+    QUEUED   --nothing to load------------->   SETTLED
+    any      --request finished------------>   removed (LOADING: when the workers are done)
+
+vLLM stops the engine with an assertion when it hears of the end of a load it does not know. So ids that the table
+has seen the end of are remembered for a while, and dropped from later reports.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+
+from ..messages import RequestKey
+from ..params import Ticket
+
+
+class HandoffState(Enum):
+    QUEUED = "queued"
+    LOADING = "loading"
+    SETTLED = "settled"
+
+
+@dataclass(slots=True)
+class Handoff:
+    """One request that came with a ticket.
+
+    Attributes:
+        refused: why its ticket cannot be used; "" if it can.
+        num_remote_tokens: tokens being loaded or loaded from P.
+        is_gone: vLLM has finished the request; only the end of the load is awaited.
+        is_aborted: it was finished because nobody wants it any more: how the load ends is of no interest.
+    """
+
+    key: RequestKey
+    ticket: Ticket
+    num_prompt_tokens: int
+    state: HandoffState = HandoffState.QUEUED
+    refused: str = ""
+    num_remote_tokens: int = 0
+    is_gone: bool = False
+    is_aborted: bool = False
+
+
+class HandoffTable:
+    """Hand-offs by vLLM's request id; at most one attempt per id is current. Not thread-safe."""
+
+    def __init__(self, max_remembered: int = 4096) -> None:
+        self._current: dict[str, Handoff] = {}
+        self._reported: OrderedDict[str, None] = OrderedDict()
+        self._max_remembered = max_remembered
+
+    def __len__(self) -> int:
+        return len(self._current)
+
+    def add(self, handoff: Handoff) -> Handoff | None:
+        """Make it current. Returns the attempt it replaces, if there was one."""
+        replaced = self._current.get(handoff.key.request_id)
+        self._current[handoff.key.request_id] = handoff
+        self._reported.pop(handoff.key.request_id, None)
+        return replaced
+
+    def get(self, request_id: str) -> Handoff | None:
+        return self._current.get(request_id)
+
+    def queued(self, request_id: str) -> Handoff | None:
+        handoff = self._current.get(request_id)
+        return handoff if handoff is not None and handoff.state is HandoffState.QUEUED else None
+
+    def remove(self, request_id: str) -> None:
+        self._current.pop(request_id, None)
+
+    def load_ended(self, request_id: str) -> Handoff | None:
+        """The workers are done with its load. None if no load of that id is awaited."""
+        handoff = self._current.get(request_id)
+        if handoff is None or handoff.state is not HandoffState.LOADING:
+            return None
+        handoff.state = HandoffState.SETTLED
+        if handoff.is_gone:
+            del self._current[request_id]
+        self._remember(request_id)
+        return handoff
+
+    def was_reported(self, request_id: str) -> bool:
+        """Whether the end of this id's load was reported before and no new one has begun."""
+        return request_id in self._reported
+
+    def _remember(self, request_id: str) -> None:
+        self._reported[request_id] = None
+        while len(self._reported) > self._max_remembered:
+            self._reported.popitem(last=False)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links to other engines' workers, made on first use, off the engine's thread.
+
+There is at most one attempt per peer at a time; all who need the peer wait for it and share its outcome. A peer is
+ready once the link is up and both descriptions fit. A link that fails is forgotten, so that the next use makes a
+fresh one; a peer that does not fit is remembered, so that it is not asked again. A restarted peer has another
+cluster id, thus is another peer; what is left of the one at the same address is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Protocol
+
+from datadist_core.errors import LinkFailed, LLMException, TimedOut
+from datadist_core.types import Deadline
+
+from ..description import Description, Incompatible, check_compatible, decode, encode
+from ..messages import DESCRIBE, Endpoint
+
+
+class LinkMaker(Protocol):
+    """What is needed of LLMDataDist. Errors are LLMExceptions."""
+
+    def link(self, endpoint: Endpoint, timeout_s: float) -> str:
+        """Link, and return a line for the user about how."""
+        ...
+
+    def unlink(self, endpoint: Endpoint) -> None:
+        """Drop this end of the link; never waits for the peer."""
+        ...
+
+    def call(self, cluster_id: int, name: str, body: bytes, timeout_s: float) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Peer:
+    """A linked worker that fits."""
+
+    endpoint: Endpoint
+    description: Description
+
+
+class PeerDirectory:
+    """Thread-safe."""
+
+    def __init__(
+        self, maker: LinkMaker, describe: Callable[[], Description], link_timeout_s: float, log: logging.Logger
+    ) -> None:
+        self._maker = maker
+        self._describe = describe
+        self._link_timeout_s = link_timeout_s
+        self._log = log
+        self._lock = threading.Lock()
+        self._peers: dict[int, Future[Peer]] = {}
+        self._endpoints: dict[int, Endpoint] = {}
+        self._refused: dict[int, str] = {}
+
+    def prepare(self, endpoint: Endpoint) -> Future[Peer]:
+        """The peer, or the attempt to reach it that runs or is started now. Never waits."""
+        with self._lock:
+            refused = self._refused.get(endpoint.cluster_id)
+            if refused is not None:
+                return _failed(Incompatible(refused))
+            future = self._peers.get(endpoint.cluster_id)
+            if future is not None:
+                return future
+            future = self._peers[endpoint.cluster_id] = Future()
+            self._endpoints[endpoint.cluster_id] = endpoint
+        name = f"datadist-reach-{endpoint.host}:{endpoint.port}"
+        threading.Thread(target=self._attempt, args=(endpoint, future), name=name, daemon=True).start()
+        return future
+
+    def ready(self, endpoint: Endpoint, deadline: Deadline) -> Peer:
+        """Wait for the peer. Raises what the attempt raised, or TimedOut at the deadline."""
+        try:
+            return self.prepare(endpoint).result(deadline.timeout())
+        except FutureTimeout as error:
+            raise TimedOut(f"no link to {_place(endpoint)} in time") from error
+
+    def drop(self, peer: Peer) -> None:
+        """Forget this link after trouble on it, unless a fresh one has replaced it already."""
+        with self._lock:
+            future = self._peers.get(peer.endpoint.cluster_id)
+            if future is None or not future.done() or future.exception() or future.result() is not peer:
+                return
+            self._forget(peer.endpoint.cluster_id)
+        self._maker.unlink(peer.endpoint)
+
+    def lost(self, cluster_id: int) -> None:
+        """The core says that this link is down."""
+        with self._lock:
+            future = self._peers.get(cluster_id)
+            if future is not None and future.done():
+                self._forget(cluster_id)
+
+    def num_peers(self) -> int:
+        with self._lock:
+            return len(self._peers)
+
+    def _attempt(self, endpoint: Endpoint, future: Future[Peer]) -> None:
+        try:
+            peer = self._reach(endpoint)
+        except BaseException as error:  # whoever waits must hear of it, whatever it is
+            self._attempt_failed(endpoint, error)
+            future.set_exception(error)
+        else:
+            self._drop_predecessors(endpoint)
+            future.set_result(peer)
+
+    def _reach(self, endpoint: Endpoint) -> Peer:
+        deadline = Deadline.after(self._link_timeout_s)
+        how = self._maker.link(endpoint, deadline.remaining_s())
+        try:
+            peer = self._exchange_descriptions(endpoint, deadline)
+        except LLMException:
+            self._maker.unlink(endpoint)
+            raise
+        self._log.info("linked to %s %s", _place(endpoint), how)
+        return peer
+
+    def _exchange_descriptions(self, endpoint: Endpoint, deadline: Deadline) -> Peer:
+        ours = self._describe()
+        reply = self._maker.call(endpoint.cluster_id, DESCRIBE, encode(ours), deadline.remaining_s())
+        theirs = decode(reply)
+        check_compatible(ours, theirs)
+        return Peer(endpoint, theirs)
+
+    def _attempt_failed(self, endpoint: Endpoint, error: BaseException) -> None:
+        with self._lock:
+            self._forget(endpoint.cluster_id)
+            if isinstance(error, Incompatible):
+                self._refused[endpoint.cluster_id] = str(error)
+        self._log.warning("no link to %s: %s", _place(endpoint), error)
+
+    def _drop_predecessors(self, endpoint: Endpoint) -> None:
+        """Whoever was at this address before is gone."""
+        with self._lock:
+            gone = [
+                old
+                for old in self._endpoints.values()
+                if (old.host, old.port) == (endpoint.host, endpoint.port) and old.cluster_id != endpoint.cluster_id
+            ]
+            for old in gone:
+                self._forget(old.cluster_id)
+                self._refused.pop(old.cluster_id, None)
+        for old in gone:
+            self._maker.unlink(old)
+
+    def _forget(self, cluster_id: int) -> None:
+        self._peers.pop(cluster_id, None)
+        self._endpoints.pop(cluster_id, None)
+
+
+def link_failed(endpoint: Endpoint, reason: str) -> LinkFailed:
+    return LinkFailed(f"cannot link to {_place(endpoint)}: {reason}")
+
+
+def _place(endpoint: Endpoint) -> str:
+    return f"{endpoint.host}:{endpoint.port} (cluster {endpoint.cluster_id})"
+
+
+def _failed(error: LLMException) -> Future[Peer]:
+    future: Future[Peer] = Future()
+    future.set_exception(error)
+    return future

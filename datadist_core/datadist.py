@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LLMDataDist`: the public face. Methods stand in the order of its life: init, link, use, unlink, finalize."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from types import TracebackType
+
+from .cache.cache import Cache
+from .cache.desc import CacheDesc
+from .cache.manager import CacheManager
+from .cache.serving import CacheServer
+from .cache.store import CacheStore, next_grid_id, next_region_id
+from .cache.table import CacheEntry, CacheTable
+from .cluster import UINT64_MAX, LLMClusterInfo
+from .config import HostPort, LLMConfig, Settings, check_range, check_type
+from .errors import (
+    ClosedError,
+    FeatureNotEnabled,
+    LinkExists,
+    LLMException,
+    ParamInvalid,
+    PeerLost,
+)
+from .link.link import LinkInfo
+from .link.manager import LinkManager, LocalEnd, Target
+from .link.probe import BEACON_BYTES, BeaconMemory
+from .services import ServiceTable
+from .transfer.backend import BackendContext
+from .transfer.engine import TransferEngine
+from .transfer.regions import RegionTable
+from .types import DataType, Deadline, LLMRole, LLMStatusCode, Placement
+
+logger = logging.getLogger(__name__)
+
+PROCESS_TOKEN = secrets.token_bytes(16)
+CHECK_LINK_TIMEOUT_S = 3.0
+
+
+class _Parts:
+    """Everything that exists between `init` and `finalize`."""
+
+    def __init__(self, owner: LLMDataDist, settings: Settings) -> None:
+        self.settings = settings
+        self.table = CacheTable()
+        self.engine = TransferEngine()
+        self.services = ServiceTable()
+        self.on_link_lost: list[Callable[[int, LLMException], None]] = []
+        self.listen_address: HostPort | None = None
+        cluster_id = owner.cluster_id
+        self.engine.open(settings.transfer_backend, self._context(cluster_id), settings.backend_options)
+        try:
+            self._build(owner, settings, cluster_id)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, owner: LLMDataDist, settings: Settings, cluster_id: int) -> None:
+        self.regions = RegionTable(list(self.engine.backends.values()))
+        self.server = CacheServer(cluster_id, self.table, self.regions)
+        self.store = CacheStore(settings, self.regions, self.table)
+        self.beacon_memory = BeaconMemory(next_region_id(), next_grid_id())
+        exported = self.regions.add(self.beacon_memory.pool.region)
+        self.table.add(_beacon_entry(self.beacon_memory))
+        local = LocalEnd(
+            cluster_id=cluster_id,
+            incarnation=secrets.token_bytes(16),
+            v2=settings.v2,
+            software=_software(),
+            beacon=self.beacon_memory.beacon(exported),
+            memory=self.beacon_memory,
+            role=lambda: owner.role,
+        )
+        self.links = LinkManager(
+            local, settings, self.engine, self.server.lookup, self.services.serve, self._report_link_lost
+        )
+        if settings.listen is not None:
+            self.listen_address = self.links.listen(settings.listen)
+        self.cache_manager = CacheManager(
+            cluster_id,
+            settings,
+            lambda: owner.role,
+            self.engine,
+            self.store,
+            self.table,
+            self.links,
+            owner._check_open,
+        )
+
+    def close(self) -> None:
+        """Links first (nobody may still reach us), then backends, then the memory."""
+        if hasattr(self, "links"):
+            self.links.close()
+        self.engine.close()
+        if hasattr(self, "store"):
+            self.store.close()
+        if hasattr(self, "beacon_memory"):
+            self.beacon_memory.pool.close()
+
+    def _context(self, cluster_id: int) -> BackendContext:
+        return BackendContext(
+            # Both are asked only once links exist, and so after `_build`.
+            serve_grid=lambda grid_id, op: self.server.serve_grid(grid_id, op),
+            local_region=lambda region_id: self.regions.region(region_id),
+            listen_host=self.settings.listen.host if self.settings.listen else None,
+            process_token=PROCESS_TOKEN,
+            report_peer_lost=self._data_path_broke,
+        )
+
+    def _data_path_broke(self, peer_id: int, error: LLMException) -> None:
+        link = self.links.by_link_id(peer_id)
+        if link is not None:
+            link.close(PeerLost(f"the data path to cluster {link.peer.cluster_id} broke: {error}"))
+
+    def _report_link_lost(self, cluster_id: int, error: LLMException) -> None:
+        for callback in list(self.on_link_lost):
+            callback(cluster_id, error)
+
+
+class LLMDataDist:
+    """One end of KV-cache transfers. Several may live in one process.
+
+    Args:
+        role: PROMPT, DECODER or MIX. Enforced in V1 (`kv_cache_manager`), informative in V2 (`cache_manager`).
+        cluster_id: uint64, unique among all that link with one another.
+
+    Thread-safe. Also a context manager that finalizes.
+    """
+
+    def __init__(self, role: LLMRole, cluster_id: int) -> None:
+        check_type("role", role, LLMRole)
+        check_type("cluster_id", cluster_id, int)
+        check_range("cluster_id", cluster_id, 0, UINT64_MAX)
+        self._role = role
+        self._cluster_id = cluster_id
+        self._lock = threading.Lock()
+        self._parts: _Parts | None = None
+        self._finalized = False
+
+    @property
+    def role(self) -> LLMRole:
+        return self._role
+
+    @property
+    def cluster_id(self) -> int:
+        return self._cluster_id
+
+    # -- init
+
+    def init(self, options: dict[str, str] | LLMConfig) -> None:
+        """Map the pools, open the backends, start to listen if `listen_ip_info` is set. Idempotent.
+
+        Raises:
+            TypeError: options is neither a dict of str nor an LLMConfig.
+            ParamInvalid: an option has a bad value (it is named), or the listen address cannot be bound.
+        """
+        check_type("options", options, dict, LLMConfig)
+        settings = Settings.from_options(options.generate_options() if isinstance(options, LLMConfig) else options)
+        with self._lock:
+            if self._finalized:
+                raise ClosedError("this LLMDataDist was finalized; make a new one")
+            if self._parts is None:
+                self._parts = _Parts(self, settings)
+
+    def __enter__(self) -> LLMDataDist:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.finalize()
+
+    @property
+    def listen_address(self) -> HostPort | None:
+        """Where this end accepts links (the real port, also when 0 was asked for), or None."""
+        return self._open().listen_address
+
+    # -- link
+
+    def link_clusters(
+        self, clusters: Sequence[LLMClusterInfo], timeout: int = 3000
+    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+        """Link with clusters that listen, all at the same time, within `timeout` ms for the whole call.
+
+        Returns:
+            (LLM_SUCCESS if all succeeded, else the first other status; one status per cluster, in order). A cluster
+            that failed leaves nothing behind; `link_failure` tells why.
+        """
+        parts = self._open()
+        deadline = _deadline_ms(timeout)
+        self._check_v1_dials(parts)
+        targets = [_target(i, cluster) for i, cluster in enumerate(_clusters(clusters))]
+        statuses = parts.links.link(targets, deadline)
+        return _overall(statuses), statuses
+
+    def link_failure(self, remote_cluster_id: int) -> LLMException | None:
+        """Why the last link to that cluster failed or broke; None if it did not. (An extension.)"""
+        return self._open().links.failure(remote_cluster_id)
+
+    def link_info(self, remote_cluster_id: int) -> LinkInfo:
+        """Which backend a link uses, and why not a better one. NotYetLinked without a link. (An extension.)"""
+        return self._open().links.get(remote_cluster_id).info()
+
+    def check_link_status(self, remote_cluster_id: int) -> None:
+        """Read a few bytes of the peer over the data path.
+
+        Raises:
+            NotYetLinked, TimedOut, or LinkFailed / PeerLost (LLM_LINK_FAILED).
+        """
+        parts = self._open()
+        check_type("remote_cluster_id", remote_cluster_id, int)
+        link = parts.links.get(remote_cluster_id)
+        beacon = link.peer.beacon
+        with link.transferring():
+            if beacon is not None:
+                deadline = Deadline.after(CHECK_LINK_TIMEOUT_S)
+                parts.beacon_memory.read(parts.engine, link.backends[0], link.link_id, beacon, deadline)
+
+    # -- use
+
+    @property
+    def cache_manager(self) -> CacheManager:
+        """The V2 manager: both directions from both roles."""
+        parts = self._open()
+        if not parts.settings.v2:
+            raise FeatureNotEnabled("cache_manager needs enable_cache_manager = True (or local_comm_res) before init")
+        return parts.cache_manager
+
+    @property
+    def kv_cache_manager(self) -> CacheManager:
+        """The V1 manager: roles are enforced."""
+        parts = self._open()
+        if parts.settings.v2:
+            raise FeatureNotEnabled("kv_cache_manager is V1; with enable_cache_manager use cache_manager")
+        return parts.cache_manager
+
+    def register_service(self, name: str, handler: Callable[[int, bytes], bytes]) -> None:
+        """Answer calls of linked peers: `handler(remote_cluster_id, body) -> reply`. (An extension.)
+
+        The handler runs in a worker thread; an LLMException it raises reaches the caller with its code and text.
+        """
+        check_type("name", name, str)
+        self._open().services.register(name, handler)
+
+    def call(self, remote_cluster_id: int, name: str, body: bytes, timeout_s: float) -> bytes:
+        """Call a service of a linked peer. Raises NotYetLinked, PeerLost, TimedOut, RemoteError. (An extension.)"""
+        return self._open().links.get(remote_cluster_id).call(name, body, Deadline.after(timeout_s))
+
+    def on_link_lost(self, callback: Callable[[int, LLMException], None]) -> None:
+        """Have `callback(remote_cluster_id, error)` called when a link breaks. (An extension.)"""
+        self._open().on_link_lost.append(callback)
+
+    # -- unlink, finalize
+
+    def unlink_clusters(
+        self, clusters: Sequence[LLMClusterInfo], timeout: int = 3000, force: bool = False
+    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+        """End links within `timeout` ms. Shape of the result as for `link_clusters`.
+
+        Not forced: running transfers end first, the peer is told and cleans up its end too. Forced: this end only,
+        without waiting for the peer.
+        """
+        parts = self._open()
+        deadline = _deadline_ms(timeout)
+        check_type("force", force, bool)
+        ids = [cluster.remote_cluster_id for cluster in _clusters(clusters)]
+        statuses = [parts.links.unlink(cluster_id, deadline, force) for cluster_id in ids]
+        return _overall(statuses), statuses
+
+    def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
+        """Change the role while no link exists; start, move or stop the listener.
+
+        Args:
+            switch_options: {"llm.listenIpInfo": "ip:port"} listens there; without it this end stops listening.
+        """
+        check_type("role", role, LLMRole)
+        parts = self._open()
+        if not parts.settings.v2 and not parts.settings.switch_role_enabled:
+            raise FeatureNotEnabled("switch_role needs enable_switch_role = True before init")
+        if parts.links.links():
+            raise LinkExists("switch_role is possible only without links; unlink_clusters first")
+        parts.links.stop_listening()
+        parts.listen_address = None
+        listen = _listen_option(switch_options)
+        if listen is not None:
+            parts.listen_address = parts.links.listen(listen)
+        self._role = role
+
+    def finalize(self) -> None:
+        """Close links, free everything. Idempotent; afterwards every call raises LLM_ENGINE_FINALIZED."""
+        with self._lock:
+            parts, self._parts, self._finalized = self._parts, None, True
+        if parts is not None:
+            parts.close()
+
+    def _open(self) -> _Parts:
+        parts = self._parts
+        if parts is None:
+            self._check_open()
+            raise LLMException("call init first")
+        return parts
+
+    def _check_open(self) -> None:
+        if self._finalized:
+            raise ClosedError("this LLMDataDist was finalized")
+
+    def _check_v1_dials(self, parts: _Parts) -> None:
+        if not parts.settings.v2 and self._role is LLMRole.PROMPT:
+            raise ParamInvalid("in V1 the DECODER cluster calls link_clusters; this one is PROMPT")
+
+
+def _clusters(clusters: object) -> list[LLMClusterInfo]:
+    check_type("clusters", clusters, list, tuple)
+    found: list[LLMClusterInfo] = []
+    for i, cluster in enumerate(clusters):  # type: ignore[var-annotated, arg-type]
+        check_type(f"clusters[{i}]", cluster, LLMClusterInfo)
+        found.append(cluster)
+    if not found:
+        raise ParamInvalid("clusters is empty; name at least one")
+    return found
+
+
+def _target(index: int, cluster: LLMClusterInfo) -> Target:
+    if not cluster.remote_addresses:
+        raise ParamInvalid(f"clusters[{index}] has no remote address; use append_remote_ip_info")
+    local = cluster.local_addresses
+    return Target(cluster.remote_cluster_id, cluster.remote_addresses, local[0].host if local else None)
+
+
+def _deadline_ms(timeout: int) -> Deadline:
+    check_type("timeout", timeout, int)
+    if timeout <= 0:
+        raise ParamInvalid(f"timeout={timeout} must be a number of milliseconds greater than 0")
+    return Deadline.after(timeout / 1000)
+
+
+def _overall(statuses: Sequence[LLMStatusCode]) -> LLMStatusCode:
+    return next((s for s in statuses if s is not LLMStatusCode.LLM_SUCCESS), LLMStatusCode.LLM_SUCCESS)
+
+
+def _listen_option(options: dict[str, str] | None) -> HostPort | None:
+    if options is None:
+        return None
+    check_type("switch_options", options, dict)
+    text = options.get("llm.listenIpInfo", options.get("listen_ip_info"))
+    return None if text is None else HostPort.parse(text, "switch_options[llm.listenIpInfo]")
+
+
+def _beacon_entry(memory: BeaconMemory) -> CacheEntry:
+    """The beacon as an entry of the cache table, so that two-sided backends serve it like any other grid."""
+    desc = CacheDesc(1, (1, BEACON_BYTES), DataType.DT_UINT8, Placement.HOST)
+    cache = Cache(0, desc, [memory.address], is_blocks_cache=True)
+    return CacheEntry(cache, (memory.grid,), True, lambda: None)
+
+
+def _software() -> str:
+    try:
+        return f"vllm-datadist {version('vllm-datadist')}"
+    except PackageNotFoundError:
+        return "vllm-datadist (not installed)"

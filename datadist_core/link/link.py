@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One link: a control channel, the backends both ends can use, and what is under way on it.
+
+Messages arrive in the control loop's thread, where nothing may block; what takes time (serving a call, waiting for
+running transfers) goes to the executor. Every request has a future that ends: with the answer, at its deadline, or
+with the link.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ..errors import (
+    CacheNotExist,
+    ClosedError,
+    LinkFailed,
+    LLMException,
+    NotYetLinked,
+    ParamInvalid,
+    PeerLost,
+    ProtocolError,
+    RemoteError,
+    TimedOut,
+    Unreachable,
+)
+from ..transfer.backend import Backend
+from ..transfer.engine import TransferEngine
+from ..types import Deadline, LLMStatusCode
+from ..wire import messages as m
+from ..wire.channel import Channel
+from .probe import attach_region
+from .remote import RemoteCache
+from .state import LinkMachine, LinkState
+
+logger = logging.getLogger(__name__)
+
+#: How long an owner that frees a cache waits for this end's running transfers.
+REVOKE_WAIT_S = 5.0
+#: The dialling end may use the link a moment before the listening end has put it into its table.
+ESTABLISH_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkInfo:
+    """What users may want to know of a link.
+
+    Attributes:
+        backend: the best backend that works; transfers use it unless a region needs another one.
+        backends: all that work, best first.
+        rejected: the others, each with the reason.
+    """
+
+    remote_cluster_id: int
+    peer_address: str
+    backend: str
+    backends: tuple[str, ...]
+    rejected: dict[str, str]
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkServices:
+    """What the layers above do for a link.
+
+    Attributes:
+        serve_lookup: (query, remote cluster id) -> CacheInfo, or an LLMException.
+        serve_call: (service, remote cluster id, body) -> reply body, or an LLMException.
+        on_unlink: called in the executor when the peer asks to unlink; cleans this end up and answers.
+        on_down: called once, in the executor, when the link is gone.
+        executor: for work that may block.
+    """
+
+    engine: TransferEngine
+    executor: Executor
+    serve_lookup: Callable[[m.Lookup, int], m.CacheInfo]
+    serve_call: Callable[[str, int, bytes], bytes]
+    on_unlink: Callable[[Link], None]
+    on_down: Callable[[Link, LLMException], None]
+
+
+@dataclass(slots=True)
+class Peer:
+    """What the peer said of itself; filled in by the handshake."""
+
+    cluster_id: int = 0
+    incarnation: bytes = b""
+    role: int = 0
+    beacon: m.Beacon | None = None
+    offers: list[m.BackendOffer] = field(default_factory=list)
+
+
+class Link:
+    """Thread-safe. `link_id` is local and never used again; backends know the peer by it."""
+
+    def __init__(self, link_id: int, channel: Channel, services: LinkServices, *, dialling: bool) -> None:
+        self.link_id = link_id
+        self.peer = Peer()
+        self.dialling = dialling
+        self.backends: list[Backend] = []
+        self.rejected: dict[str, str] = {}
+        self.channel = channel
+        self._services = services
+        self._lock = threading.Lock()
+        self._machine = LinkMachine(dialling)
+        self._request_ids = itertools.count(1)
+        self._pending: dict[int, Future[m.AnyMessage]] = {}
+        self._steps: dict[type, Future[m.AnyMessage]] = {}
+        self._remote: dict[int, RemoteCache] = {}
+        self._keys: dict[m.Lookup, RemoteCache] = {}
+        self._served_cache_ids: set[int] = set()
+        self._idle = threading.Condition(self._lock)
+        self._num_transfers = 0
+        self._down_error: LLMException | None = None
+        #: Set once the link is usable at this end; what the peer asks for earlier waits for it.
+        self.established = threading.Event()
+        channel.on_message = self._on_message
+        channel.on_closed = self._on_closed
+
+    @property
+    def state(self) -> LinkState:
+        return self._machine.state
+
+    @property
+    def is_up(self) -> bool:
+        return self._machine.state is LinkState.UP
+
+    def info(self) -> LinkInfo:
+        names = tuple(b.name for b in self.backends)
+        return LinkInfo(
+            self.peer.cluster_id,
+            self.channel.peer_address,
+            names[0] if names else "",
+            names,
+            dict(self.rejected),
+            self.state.value,
+        )
+
+    # -- sending
+
+    def send(self, message: m.AnyMessage) -> None:
+        """Send if the state allows it. Raises what ended the link, or ProtocolError."""
+        with self._lock:
+            self._raise_if_down()
+            self._machine.sending(message)
+            self.channel.send(message)
+
+    def expect(self, kind: type) -> Future[m.AnyMessage]:
+        """A future for the next handshake message of `kind` (or the error that ends the link)."""
+        with self._lock:
+            return self._step(kind)
+
+    def request(self, make: Callable[[int], m.AnyMessage], deadline: Deadline) -> m.AnyMessage:
+        """Send a request and wait for its answer. Raises RemoteError (or a finer class), PeerLost, TimedOut."""
+        request_id = next(self._request_ids)
+        future: Future[m.AnyMessage] = Future()
+        with self._lock:
+            self._raise_if_not_up()
+            self._pending[request_id] = future
+        try:
+            self.send(make(request_id))
+            answer = wait_for(future, deadline, "the peer did not answer in time")
+        finally:
+            with self._lock:
+                self._pending.pop(request_id, None)
+        if isinstance(answer, m.Failure):
+            raise _remote_failure(answer)
+        return answer
+
+    def call(self, service: str, body: bytes, deadline: Deadline) -> bytes:
+        """Call a service of the peer. Raises as `request` does."""
+        answer = self.request(lambda i: m.Call(i, service, body), deadline)
+        return answer.body if isinstance(answer, m.Reply) else b""
+
+    # -- caches
+
+    def remote_cache(self, query: m.Lookup, deadline: Deadline) -> RemoteCache:
+        """The peer's cache for a query (`request_id` 0), from what we know or by asking. Regions are attached."""
+        with self._lock:
+            known = self._keys.get(query)
+        if known is not None and not known.revoked:
+            return known
+        answer = self.request(lambda i: msgspec.structs.replace(query, request_id=i), deadline)
+        if not isinstance(answer, m.Found):
+            raise ProtocolError(f"the peer answered a Lookup with {type(answer).__name__}")
+        with self._lock:
+            remote = self._remote.get(answer.cache.cache_id)
+        if remote is None:
+            raise CacheNotExist(f"cache {answer.cache.cache_id} was freed by its owner meanwhile")
+        self._attach(remote, deadline)
+        with self._lock:
+            self._keys[query] = remote
+        return remote
+
+    def _attach(self, remote: RemoteCache, deadline: Deadline) -> None:
+        for region in remote.info.regions:
+            if region.region_id not in remote.backend_of:
+                remote.backend_of[region.region_id] = self._best_backend(region, deadline)
+
+    def _best_backend(self, region: m.RegionInfo, deadline: Deadline) -> Backend:
+        reasons: list[str] = []
+        for backend in self.backends:
+            try:
+                attach_region(backend, self.link_id, region, deadline)
+            except Unreachable as error:
+                reasons.append(f"{backend.name}: {error}")
+                continue
+            if reasons:
+                logger.info(
+                    "link to cluster %d uses %s for one region (%s)", self.peer.cluster_id, backend.name, reasons
+                )
+            return backend
+        raise LinkFailed(f"no backend of the link reaches region {region.region_id}: {'; '.join(reasons)}")
+
+    def revoke(self, cache_id: int, deadline: Deadline) -> None:
+        """Tell the peer that our cache is going, and wait until it uses it no more. No-op if it never asked for it."""
+        with self._lock:
+            if cache_id not in self._served_cache_ids:
+                return
+            self._served_cache_ids.discard(cache_id)
+        self.request(lambda i: m.Revoke(i, cache_id), deadline)
+
+    # -- transfers
+
+    @contextmanager
+    def transferring(self) -> Iterator[None]:
+        """Around a transfer: unlinking waits for it. NotYetLinked unless the link is up."""
+        with self._lock:
+            self._raise_if_not_up()
+            self._num_transfers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_transfers -= 1
+                self._idle.notify_all()
+
+    def wait_idle(self, deadline: Deadline) -> bool:
+        """Wait until no transfer of ours is running on this link."""
+        with self._lock:
+            return self._idle.wait_for(lambda: self._num_transfers == 0, deadline.timeout())
+
+    def close(self, reason: LLMException | None = None) -> None:
+        """Drop the connection; what waits on this link ends with `reason`."""
+        self.channel.close(reason or ClosedError("the link was closed at this end"))
+
+    # -- receiving (control loop's thread)
+
+    def _on_message(self, message: m.AnyMessage) -> None:
+        with self._lock:
+            self._machine.received(message)
+        handler = _HANDLERS.get(type(message))
+        if handler is not None:
+            handler(self, message)
+            return
+        with self._lock:
+            future = self._step(type(message))
+        if not future.done():
+            future.set_result(message)
+
+    def _on_found(self, message: m.Found) -> None:
+        # Known from this moment on: a Revoke that is right behind this message must find it.
+        with self._lock:
+            self._remote.setdefault(message.cache.cache_id, RemoteCache(message.cache))
+        self._answer(message.request_id, message)
+
+    def _on_answer(self, message: m.Reply | m.Failure) -> None:
+        self._answer(message.request_id, message)
+
+    def _answer(self, request_id: int, message: m.AnyMessage) -> None:
+        with self._lock:
+            future = self._pending.get(request_id)
+        if future is not None and not future.done():  # else it was too late; nobody waits any more
+            future.set_result(message)
+
+    def _on_ping(self, message: m.Ping) -> None:
+        self.send(m.Pong(message.number))
+
+    def _on_pong(self, message: m.Pong) -> None:
+        """Having arrived is all that counts."""
+
+    def _on_lookup(self, message: m.Lookup) -> None:
+        self._in_executor(message.request_id, lambda: self._serve_lookup(message))
+
+    def _serve_lookup(self, message: m.Lookup) -> m.AnyMessage:
+        cache = self._services.serve_lookup(message, self.peer.cluster_id)
+        with self._lock:
+            self._served_cache_ids.add(cache.cache_id)
+        return m.Found(message.request_id, cache)
+
+    def _on_call(self, message: m.Call) -> None:
+        def serve() -> m.AnyMessage:
+            body = self._services.serve_call(message.service, self.peer.cluster_id, message.body)
+            return m.Reply(message.request_id, body)
+
+        self._in_executor(message.request_id, serve)
+
+    def _on_unlink(self, message: m.Unlink) -> None:
+        if self._machine.state is LinkState.UNLINKING:
+            self.send(m.Unlinked())  # both ends asked at once; our own call does the cleaning
+        else:
+            self._services.executor.submit(self._services.on_unlink, self)
+
+    def _on_revoke(self, message: m.Revoke) -> None:
+        self._in_executor(message.request_id, lambda: self._forget(message))
+
+    def _forget(self, message: m.Revoke) -> m.AnyMessage:
+        with self._lock:
+            remote = self._remote.pop(message.cache_id, None)
+            self._keys = {k: v for k, v in self._keys.items() if v.cache_id != message.cache_id}
+            still_needed = {r.region_id for c in self._remote.values() for r in c.info.regions}
+        if remote is not None:
+            if not remote.revoke(Deadline.after(REVOKE_WAIT_S)):
+                raise TimedOut(f"a transfer on cache {message.cache_id} is still running")
+            for region_id, backend in remote.backend_of.items():
+                if region_id not in still_needed and not self._is_beacon_region(region_id):
+                    backend.detach(self.link_id, region_id)
+        return m.Reply(message.request_id)
+
+    def _is_beacon_region(self, region_id: int) -> bool:
+        return self.peer.beacon is not None and self.peer.beacon.region.region_id == region_id
+
+    def _in_executor(self, request_id: int, serve: Callable[[], m.AnyMessage]) -> None:
+        def run() -> None:
+            self.established.wait(ESTABLISH_WAIT_S)
+            try:
+                answer = serve()
+            except LLMException as error:
+                answer = m.Failure(request_id, int(error.status_code), str(error))
+            except Exception as error:  # a service of the layer above failed: the caller must hear of it
+                logger.exception("a service failed")
+                answer = m.Failure(request_id, int(LLMStatusCode.LLM_FAILED), f"{type(error).__name__}: {error}")
+            try:
+                self.send(answer)
+            except LLMException as error:
+                logger.debug("an answer could not be sent: %s", error)
+
+        try:
+            self._services.executor.submit(run)
+        except RuntimeError:
+            logger.debug("a request came while finalizing")
+
+    # -- the end
+
+    def _on_closed(self, error: LLMException) -> None:
+        with self._lock:
+            self._machine.broken()
+            self._down_error = error
+            waiting = [*self._pending.values(), *self._steps.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+        try:
+            self._services.executor.submit(self._services.on_down, self, error)
+        except RuntimeError:
+            self._services.on_down(self, error)
+
+    def _step(self, kind: type) -> Future[m.AnyMessage]:
+        """With the lock held."""
+        future = self._steps.get(kind)
+        if future is None:
+            future = self._steps[kind] = Future()
+            if self._down_error is not None:
+                future.set_exception(self._down_error)
+        return future
+
+    def _raise_if_down(self) -> None:
+        if self._down_error is not None:
+            raise self._down_error
+
+    def _raise_if_not_up(self) -> None:
+        self._raise_if_down()
+        if self._machine.state is not LinkState.UP:
+            raise NotYetLinked(f"the link to cluster {self.peer.cluster_id} is {self._machine.state.value}")
+
+
+_HANDLERS: dict[type, Callable[[Link, m.AnyMessage], None]] = {
+    m.Found: Link._on_found,  # type: ignore[dict-item]
+    m.Reply: Link._on_answer,  # type: ignore[dict-item]
+    m.Failure: Link._on_answer,  # type: ignore[dict-item]
+    m.Ping: Link._on_ping,  # type: ignore[dict-item]
+    m.Pong: Link._on_pong,  # type: ignore[dict-item]
+    m.Lookup: Link._on_lookup,  # type: ignore[dict-item]
+    m.Call: Link._on_call,  # type: ignore[dict-item]
+    m.Revoke: Link._on_revoke,  # type: ignore[dict-item]
+    m.Unlink: Link._on_unlink,  # type: ignore[dict-item]
+}
+
+_FAILURE_CLASSES: dict[int, type[LLMException]] = {
+    LLMStatusCode.LLM_KV_CACHE_NOT_EXIST: CacheNotExist,
+    LLMStatusCode.LLM_PARAM_INVALID: ParamInvalid,
+    LLMStatusCode.LLM_TIMEOUT: TimedOut,
+}
+
+
+def _remote_failure(failure: m.Failure) -> LLMException:
+    known = {int(code) for code in LLMStatusCode}
+    code = LLMStatusCode(failure.status) if failure.status in known else LLMStatusCode.LLM_UNKNOWN_ERROR
+    return _FAILURE_CLASSES.get(code, RemoteError)(f"the peer answered: {failure.message}", code)
+
+
+def wait_for(future: Future[m.AnyMessage], deadline: Deadline, late: str) -> m.AnyMessage:
+    """The future's result. Raises TimedOut with the text `late`, or what ended the link."""
+    try:
+        return future.result(deadline.timeout())
+    except FutureTimeout as error:
+        raise TimedOut(late) from error
+    except PeerLost as error:
+        raise PeerLost(str(error)) from error

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pure planning: a batch says which items go where; `expand` turns it into byte ranges, runs merged.
+
+Nothing here touches memory or a socket, and nothing loops over blocks in Python: a batch of 16,384 blocks is a
+handful of NumPy operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ParamInvalid
+from ..memory.grid import Grid
+from ..types import Deadline
+
+Items = npt.NDArray[np.int64]
+
+
+class Op(IntEnum):
+    """READ pulls from the peer into local memory; WRITE pushes local memory to the peer."""
+
+    READ = 1
+    WRITE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The part of every item that moves: `num_bytes` from `local_offset` / `remote_offset` within the item."""
+
+    local_offset: int
+    remote_offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GridPair:
+    """A grid of this process and the grid of the peer that its items are exchanged with."""
+
+    local: Grid
+    remote: Grid
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One transfer with one peer: for every pair, every i and every slice, item `remote_items[i]` of the
+    remote grid and item `local_items[i]` of the local one.
+
+    Order on the wire (for backends that stream bytes): pairs, then items, then slices.
+
+    Attributes:
+        peer_id: the link's local id, as given to `Backend.connect`.
+        local_items, remote_items: int64 arrays of equal length.
+        slices: never empty; `whole_item` gives the usual single one.
+    """
+
+    peer_id: int
+    op: Op
+    pairs: tuple[GridPair, ...]
+    local_items: Items
+    remote_items: Items
+    slices: tuple[Slice, ...]
+    deadline: Deadline
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.pairs) * len(self.local_items) * sum(s.num_bytes for s in self.slices)
+
+    def check(self) -> None:
+        """Raise ParamInvalid unless every byte of the batch lies inside its grids."""
+        if len(self.local_items) != len(self.remote_items):
+            raise ParamInvalid(
+                f"{len(self.local_items)} local items but {len(self.remote_items)} remote items; they must pair up"
+            )
+        for pair in self.pairs:
+            check_items(self.local_items, pair.local, [(s.local_offset, s.num_bytes) for s in self.slices])
+            check_items(self.remote_items, pair.remote, [(s.remote_offset, s.num_bytes) for s in self.slices])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyList:
+    """Byte ranges to move: three int64 arrays of equal length. Offsets or addresses, as the caller based them."""
+
+    local: Items
+    remote: Items
+    num_bytes: Items
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.num_bytes.sum())
+
+
+def whole_item(item_bytes: int) -> tuple[Slice, ...]:
+    return (Slice(0, 0, item_bytes),)
+
+
+def check_items(items: Items, grid: Grid, slices: Sequence[tuple[int, int]]) -> None:
+    """Raise ParamInvalid unless all `items` exist in `grid` and all (offset, num_bytes) lie in an item."""
+    if len(items) and (int(items.min()) < 0 or int(items.max()) >= grid.num_items):
+        bad = int(items[(items < 0) | (items >= grid.num_items)][0])
+        raise ParamInvalid(
+            f"block index {bad} is out of range: the cache has {grid.num_items} blocks (0..{grid.num_items - 1})"
+        )
+    for offset, num_bytes in slices:
+        if offset < 0 or num_bytes < 1 or offset + num_bytes > grid.item_bytes:
+            raise ParamInvalid(
+                f"slice of {num_bytes} bytes at {offset} does not lie in an item of {grid.item_bytes} bytes"
+            )
+
+
+def merge_runs(local_items: Items, remote_items: Items) -> tuple[Items, Items]:
+    """Where runs start and how long they are, a run being consecutive on both sides at once."""
+    # Prepending something that is no predecessor makes the first item, if there is one, the start of a run.
+    breaks = (np.diff(local_items, prepend=local_items[:1] - 2) != 1) | (
+        np.diff(remote_items, prepend=remote_items[:1] - 2) != 1
+    )
+    starts = np.flatnonzero(breaks).astype(np.int64)
+    lengths = np.diff(np.concatenate((starts, [len(local_items)])))
+    return starts, lengths.astype(np.int64)
+
+
+def expand(batch: Batch, local_base: dict[int, int], remote_base: dict[int, int]) -> CopyList:
+    """All byte ranges of `batch`, in its wire order, runs of neighbouring whole items merged into one range.
+
+    Args:
+        batch: a checked batch.
+        local_base: region id -> what to add to that region's offsets (an address, usually) on this side.
+        remote_base: the same for the peer's regions.
+    """
+    parts = [_expand_pair(batch, pair) for pair in batch.pairs]
+    local = [
+        p.local + (local_base[pair.local.region_id] + pair.local.offset_bytes)
+        for p, pair in zip(parts, batch.pairs, strict=True)
+    ]
+    remote = [
+        p.remote + (remote_base[pair.remote.region_id] + pair.remote.offset_bytes)
+        for p, pair in zip(parts, batch.pairs, strict=True)
+    ]
+    return CopyList(_concat(local), _concat(remote), _concat([p.num_bytes for p in parts]))
+
+
+def expand_side(items: Items, grid: Grid, slices: Sequence[tuple[int, int]]) -> tuple[Items, Items]:
+    """One side only: (offsets in the region, sizes) in wire order, neighbouring whole items merged.
+
+    For whoever serves a streamed request: the bytes are the same whichever way each side merged them.
+    """
+    if _is_whole(grid, slices):
+        starts, lengths = merge_runs(items, items)
+        return grid.offset_bytes + items[starts] * grid.stride_bytes, lengths * grid.item_bytes
+    offsets = np.array([offset for offset, _ in slices], dtype=np.int64)
+    sizes = np.array([size for _, size in slices], dtype=np.int64)
+    ranges = grid.offset_bytes + items[:, None] * grid.stride_bytes + offsets[None, :]
+    return ranges.ravel(), np.tile(sizes, len(items))
+
+
+def _expand_pair(batch: Batch, pair: GridPair) -> CopyList:
+    """Ranges of one pair relative to the two grids' first items."""
+    local_items, remote_items, slices = batch.local_items, batch.remote_items, batch.slices
+    local_whole = _is_whole(pair.local, [(s.local_offset, s.num_bytes) for s in slices])
+    remote_whole = _is_whole(pair.remote, [(s.remote_offset, s.num_bytes) for s in slices])
+    if local_whole and remote_whole:
+        starts, lengths = merge_runs(local_items, remote_items)
+        return CopyList(
+            local_items[starts] * pair.local.stride_bytes,
+            remote_items[starts] * pair.remote.stride_bytes,
+            lengths * pair.local.item_bytes,
+        )
+    local_offsets = np.array([s.local_offset for s in slices], dtype=np.int64)
+    remote_offsets = np.array([s.remote_offset for s in slices], dtype=np.int64)
+    sizes = np.array([s.num_bytes for s in slices], dtype=np.int64)
+    return CopyList(
+        (local_items[:, None] * pair.local.stride_bytes + local_offsets[None, :]).ravel(),
+        (remote_items[:, None] * pair.remote.stride_bytes + remote_offsets[None, :]).ravel(),
+        np.tile(sizes, len(local_items)),
+    )
+
+
+def _is_whole(grid: Grid, slices: Sequence[tuple[int, int]]) -> bool:
+    """Whether neighbouring items are neighbouring bytes: one slice, all of the item, no gap behind it."""
+    return list(slices) == [(0, grid.item_bytes)] and grid.stride_bytes == grid.item_bytes
+
+
+def _concat(arrays: Sequence[Items]) -> Items:
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
