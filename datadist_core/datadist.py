@@ -113,7 +113,7 @@ class _Parts:
 
     def _data_path_broke(self, peer_id: int, error: LLMException) -> None:
         link = self.links.by_link_id(peer_id)
-        if link is not None:
+        if link is not None and link.is_up:  # while unlinking, the peer's end of the data path goes first
             link.close(PeerLost(f"the data path to cluster {link.peer.cluster_id} broke: {error}"))
 
     def _report_link_lost(self, cluster_id: int, error: LLMException) -> None:

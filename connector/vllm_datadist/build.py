@@ -24,6 +24,7 @@ from .engine import (
     group_kind,
     head_share,
     kv_cache_bytes,
+    transfer_config,
     transfer_groups,
     worker_port,
 )
@@ -37,7 +38,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 def connector_config(vllm_config: VllmConfig) -> ConnectorConfig:
-    return ConnectorConfig.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    return ConnectorConfig.from_extra_config(transfer_config(vllm_config).kv_connector_extra_config)
 
 
 def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerSide:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -65,7 +65,7 @@ def _seconds(name: str, value: Any) -> float:
     return float(value)
 
 
-_CHECKS = {
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "host": _text,
     "port": lambda name, value: _whole(name, value, 0, 65535),
     "transfer_backend": _text,

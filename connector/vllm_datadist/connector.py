@@ -83,7 +83,7 @@ class DataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.update_state_after_alloc(request, blocks.blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepWork:
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
         return self._scheduler.take_work()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -109,10 +109,10 @@ class DataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         register_kv_caches(self._worker, self._vllm_config, self._kv_cache_config, kv_caches)
 
-    def get_handshake_metadata(self) -> Endpoint:
+    def get_handshake_metadata(self) -> Any:
         return self._worker.endpoint
 
-    def bind_connector_metadata(self, connector_metadata: StepWork) -> None:
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Before the step's forward pass, so that leases open and loads start while it computes."""
         super().bind_connector_metadata(connector_metadata)
         self._worker.start(connector_metadata)

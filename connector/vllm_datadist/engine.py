@@ -9,7 +9,13 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._vllm import KVCacheConfig, VllmConfig, get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+from ._vllm import (
+    KVCacheConfig,
+    KVTransferConfig,
+    VllmConfig,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
 from .config import ConnectorConfig
 from .description import PROTOCOL_VERSION, CacheDescription, Description
 from .groups import GroupInfo
@@ -30,7 +36,7 @@ class UnsupportedModel(ValueError):
 
 def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig) -> EngineFacts:
     """Raises UnsupportedModel."""
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    transfer, parallel = transfer_config(vllm_config), vllm_config.parallel_config
     check_parallel(vllm_config)
     return EngineFacts(
         engine_id=f"{transfer.engine_id}-{secrets.token_hex(4)}",
@@ -41,6 +47,12 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config
         pp_size=parallel.pipeline_parallel_size,
         lease_s=config.lease_s,
     )
+
+
+def transfer_config(vllm_config: VllmConfig) -> KVTransferConfig:
+    if vllm_config.kv_transfer_config is None:
+        raise ValueError("DataDistConnector needs a kv_transfer_config")
+    return vllm_config.kv_transfer_config
 
 
 def check_parallel(vllm_config: VllmConfig) -> None:

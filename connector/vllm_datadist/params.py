@@ -62,12 +62,12 @@ class Ticket:
 
 def asks_remote_decode(params: Mapping[str, Any] | None) -> bool:
     """Whether this engine shall prefill and hand off (P)."""
-    return bool(params) and params.get("do_remote_decode") is True
+    return params is not None and params.get("do_remote_decode") is True
 
 
 def asks_remote_prefill(params: Mapping[str, Any] | None) -> bool:
     """Whether this engine shall take over what another one prefilled (D)."""
-    return bool(params) and params.get("do_remote_prefill") is True
+    return params is not None and params.get("do_remote_prefill") is True
 
 
 def parse_ticket(params: Mapping[str, Any]) -> Ticket:
@@ -130,7 +130,7 @@ def _block_ids(values: Sequence[Any], name: str) -> Sequence[int]:
 
 
 def _lease_s(own: Mapping[str, Any]) -> float:
-    value = own.get("lease_s")
+    value: Any = own.get("lease_s")
     if type(value) not in (int, float) or not 0 < value <= 86400:
         raise TicketError(f"datadist.lease_s must be seconds > 0 and <= 86400, is {_show(value)}")
     return float(value)

@@ -97,19 +97,20 @@ class DataDistPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        # Prometheus' own classes or look-alikes of them (Ray); vLLM types all three as the union of the three.
+        make_histogram: Any = self._histogram_cls
+        make_gauge: Any = self._gauge_cls
         self._counters = {name: self._counter(name, text, labelnames) for name, text in _COUNTERS.items()}
-        self._bytes = self._counter_cls(
-            name="vllm:datadist_transfer_bytes",
-            documentation="Bytes of KV cache moved, by transfer backend.",
-            labelnames=[*labelnames, "backend"],
+        self._bytes = self._counter(
+            "transfer_bytes", "Bytes of KV cache moved, by transfer backend.", [*labelnames, "backend"]
         )
-        self._seconds = self._histogram_cls(
+        self._seconds = make_histogram(
             name="vllm:datadist_transfer_seconds",
             documentation="Seconds that the transfers of one load took.",
             buckets=list(_SECONDS_BUCKETS),
             labelnames=labelnames,
         )
-        self._active_leases = self._gauge_cls(
+        self._active_leases = make_gauge(
             name="vllm:datadist_active_leases",
             documentation="Requests whose blocks are held for a decode engine.",
             labelnames=labelnames,
@@ -131,7 +132,8 @@ class DataDistPromMetrics(KVConnectorPromMetrics):
             self._active_leases.labels(*labels).set(active)
 
     def _counter(self, name: str, text: str, labelnames: list[str]) -> Any:
-        return self._counter_cls(name=f"vllm:datadist_{name}", documentation=text, labelnames=labelnames)
+        make_counter: Any = self._counter_cls
+        return make_counter(name=f"vllm:datadist_{name}", documentation=text, labelnames=labelnames)
 
     def _start_at_zero(self) -> None:
         """Make every series visible before its first event."""

@@ -11,7 +11,7 @@ import pytest
 
 from ..errors import LLMException
 from ..transfer.backend import CompletionStatus
-from ..transfer.plan import Op
+from ..transfer.plan import Batch, Op
 from ._suite_base import SuiteBase, both_ops, check_works, make_grids
 from .child import ChildEnd
 from .leaks import nothing_left_behind
@@ -27,7 +27,7 @@ class ProcessSuite(SuiteBase):
     def test_killed_peer_completes_once(self, op: Op) -> None:
         """SIGKILL while 8 batches of 16 MiB are under way: each ends, and the backend lives on."""
         with self._open_big() as pair:
-            submitted = _submit_many(pair, op)
+            submitted = _submit_many(pair, _big_batch(pair, op))
             pair.b.kill()
             for batch_id in submitted:
                 completion = pair.a.log.wait(batch_id)
@@ -61,8 +61,9 @@ class ProcessSuite(SuiteBase):
     @both_ops
     def test_batches_with_a_stopped_peer_can_be_ended(self, op: Op, ending: str) -> None:
         with self._open_big() as pair:
+            batch = _big_batch(pair, op)
             pair.b.stop()
-            submitted = _submit_many(pair, op)
+            submitted = _submit_many(pair, batch)
             _end(pair, ending, submitted)
             for batch_id in submitted:
                 pair.a.log.wait(batch_id)
@@ -96,11 +97,14 @@ class ProcessSuite(SuiteBase):
             pair.a.disconnect(A_KNOWS_B_AS)
 
 
-def _submit_many(pair: BackendPair[ChildEnd], op: Op) -> list[int]:
+def _big_batch(pair: BackendPair[ChildEnd], op: Op) -> Batch:
     """Far more than sockets and pipes can hold."""
     mine, theirs = make_grids(pair, num_items=16, item_bytes=1 << 20)
     items = list(range(16))
-    batch = pair.batch(op, mine, theirs, items, items[::-1])
+    return pair.batch(op, mine, theirs, items, items[::-1])
+
+
+def _submit_many(pair: BackendPair[ChildEnd], batch: Batch) -> list[int]:
     return [pair.a.submit(batch) for _ in range(NUM_BATCHES)]
 
 

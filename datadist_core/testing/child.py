@@ -132,6 +132,7 @@ class ChildEnd:
     def _reply(self) -> Any:
         try:
             if not self._pipe.poll(2 * WAIT_S):
+                self.kill()  # an answer that came after all would be taken for that to the next call
                 raise TimedOut(f"the child process did not answer within {2 * WAIT_S} s")
             reply = self._pipe.recv()
         except (OSError, EOFError) as error:

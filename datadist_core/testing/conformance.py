@@ -17,7 +17,7 @@ from ._suite_links import LinkSuite
 from ._suite_processes import ProcessSuite
 from ._suite_serving import ServingSuite
 
-__all__ = ["BackendConformance"]
+__all__ = ["BackendConformance", "BytesSuite", "CompletionSuite", "LinkSuite", "ProcessSuite", "ServingSuite"]
 
 
 class BackendConformance(BytesSuite, CompletionSuite, ServingSuite, LinkSuite, ProcessSuite):

@@ -73,6 +73,7 @@ class CompletionLog:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._seen: dict[int, list[Completion]] = {}
+        self._refused: set[int] = set()
 
     def expect(self) -> int:
         """A new batch id."""
@@ -94,20 +95,20 @@ class CompletionLog:
                 raise TimedOut(f"no completion of batch {batch_id} within {timeout_s} s")
             return self._seen[batch_id][0]
 
+    def refused(self, batch_id: int) -> None:
+        """`submit` raised: no completion may come, not even one."""
+        with self._changed:
+            self._refused.add(batch_id)
+
     def pending(self) -> list[int]:
+        """Accepted batches without a completion."""
         with self._changed:
-            return [batch_id for batch_id, seen in self._seen.items() if not seen]
+            return [batch_id for batch_id, seen in self._seen.items() if not seen and batch_id not in self._refused]
 
-    def forget(self, batch_id: int) -> None:
-        """`submit` raised: no completion may come."""
+    def excessive(self) -> list[int]:
+        """Batches with more completions than they may have: one if accepted, none if refused."""
         with self._changed:
-            if not self._seen[batch_id]:
-                del self._seen[batch_id]
-
-    def repeated(self) -> list[int]:
-        """Batches with more completions than the one they may have. An id nobody expects counts as well."""
-        with self._changed:
-            return [batch_id for batch_id, seen in self._seen.items() if len(seen) > 1]
+            return [key for key, seen in self._seen.items() if len(seen) > (0 if key in self._refused else 1)]
 
 
 class LocalEnd:
@@ -231,7 +232,7 @@ class LocalEnd:
         try:
             self.backend.submit(batch_id, batch, self.log.done)
         except BaseException:
-            self.log.forget(batch_id)
+            self.log.refused(batch_id)
             raise
         return batch_id
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends that go wrong on purpose, chosen like any other: `transfer_backend = "datadist_core.testing.faults:FaultyShm"`.
+"""Backends that go wrong on purpose, chosen like any other.
 
-Each wraps a real backend and spoils some of its batches, as the option `fault` says:
+With `transfer_backend="datadist_core.testing.faults:FaultyShm"` a link uses one of them. Each wraps a real backend and
+spoils some of its batches, as the option `fault` says:
 
     {"kind": "corrupt", "nth": 3}        the third batch, if it is a READ, reports OK over one inverted block
     {"kind": "drop", "nth": 1}           the first batch never completes until it is cancelled, or its link ends
@@ -87,9 +88,10 @@ class FaultyBackend(Backend):
         return replace(self._inner.capabilities(), inline=False)
 
     def open(self, context: BackendContext) -> None:
-        option = context.options.get("fault")
+        options = dict(context.options)
+        option = options.pop("fault", None)
         self._fault = None if option is None else Fault.from_option(option)
-        self._inner.open(context)
+        self._inner.open(replace(context, options=options))
         self._context = context
 
     def close(self) -> None:
@@ -279,5 +281,5 @@ def _invert(batch: Batch, index: int, context: BackendContext) -> None:
         item = pair.local.offset_bytes + int(batch.local_items[index]) * pair.local.stride_bytes
         for part in batch.slices:
             raw = (ctypes.c_uint8 * part.num_bytes).from_address(region.address + item + part.local_offset)
-            block = np.frombuffer(raw, dtype=np.uint8)
+            block = np.ctypeslib.as_array(raw)
             np.invert(block, out=block)

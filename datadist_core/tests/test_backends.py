@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from datadist_core.testing.conformance import BackendConformance
+from typing import Any, ClassVar
+
+from datadist_core.testing.conformance import BackendConformance, CompletionSuite
 
 
 class TestLoopback(BackendConformance):
@@ -14,3 +16,15 @@ class TestLoopback(BackendConformance):
 
 class TestShm(BackendConformance):
     factory = "datadist_core.backends.shm:ShmBackend"
+
+
+class TestTcp(BackendConformance):
+    factory = "datadist_core.backends.tcp:TcpBackend"
+
+
+class TestDelayedLoopback(CompletionSuite):
+    """Held batches obey the contract as well, wherever they are when something happens to them."""
+
+    factory = "datadist_core.testing.faults:FaultyLoopback"
+    options: ClassVar[dict[str, Any]] = {"fault": {"kind": "delay", "seconds": 0.002}}
+    two_processes = False

@@ -12,6 +12,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from ..config import HostPort
@@ -51,8 +52,9 @@ class Channel(asyncio.Protocol):
         self._in_loop(self._write, frame)
 
     def close(self, reason: LLMException | None = None) -> None:
-        """Send what is queued, then close. `reason` is what `on_closed` will say."""
-        self._in_loop(self._close, reason)
+        """Send what is queued, then close. `reason` is what `on_closed` will say. Twice is a no-op."""
+        with suppress(ClosedError):
+            self._in_loop(self._close, reason)
 
     def _in_loop(self, function: Callable[..., None], *args: object) -> None:
         try:

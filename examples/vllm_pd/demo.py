@@ -35,6 +35,7 @@ from .client import Sample, chat_stream, metric_samples
 from .servers import (
     ExampleProxy,
     HttpService,
+    Progress,
     Router,
     ServerFailed,
     StartReport,
@@ -51,18 +52,26 @@ ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL|Traceback)\b")
 
 # Long enough for several blocks each, and different from the start on, so that D's prefix cache is of no help.
 QUESTIONS = (
-    "France is a country in western Europe with about 68 million people. It borders Belgium, Germany, Switzerland, Italy "
-    "and Spain, and it is known for its food, its wine, its museums and the Alps. Many visitors come every year. "
-    "What is the capital of France?",
-    "Tom went to the market in the morning. He bought three red apples, a loaf of bread and a bottle of milk, and paid "
-    "with a note of ten. On the way home he met his friend Anna, who carries a blue umbrella even when the sun shines. "
-    "What colour is Anna's umbrella?",
-    "Water is a liquid at room temperature. When it gets very cold it becomes a solid that floats in a glass and keeps a "
-    "drink cool in summer. When it is heated enough it becomes a gas that rises from the pot in the kitchen. "
-    "What is solid water called?",
-    "The sun is a star in the middle of our solar system. Eight planets move around it: Mercury, Venus, Earth, Mars, "
-    "Jupiter, Saturn, Uranus and Neptune. Mercury is the smallest of them, and it is also the nearest to the sun. "
-    "Which planet do we live on?",
+    (
+        "France is a country in western Europe with about 68 million people. It borders Belgium, Germany, Switzerland, "
+        "Italy and Spain, and it is known for its food, its wine, its museums and the Alps. Many visitors come every "
+        "year. What is the capital of France?"
+    ),
+    (
+        "Japan is a country of islands in eastern Asia with about 125 million people. It is known for its trains, its "
+        "gardens, its food and Mount Fuji, and every spring people come to see the cherry trees in bloom. What is the "
+        "capital of Japan?"
+    ),
+    (
+        "Water is a liquid at room temperature. When it gets colder than zero degrees Celsius it becomes ice, which is "
+        "solid, and when it is heated to one hundred degrees Celsius it becomes steam, which is a gas. People use ice "
+        "to keep their drinks cool in summer. What does water become when it freezes?"
+    ),
+    (
+        "Our solar system has one star, the Sun, and eight planets that move around it. Mercury is the closest to the "
+        "Sun, and Neptune is the farthest away. Jupiter is the largest of them, and Saturn has beautiful rings. Which "
+        "planet is the largest?"
+    ),
 )
 
 
@@ -158,16 +167,21 @@ class Answer:
         return self.text == self.alone_text
 
 
-def ask(url: str, question: str, **body: str) -> tuple[str, float]:
-    """The whole answer and the time to its first token in seconds."""
-    pieces = list(chat_stream(url, question, MAX_TOKENS, model="model", **body))
-    return "".join(piece.text for piece in pieces), pieces[0].elapsed_s if pieces else float("nan")
+def ask(url: str, question: str, on_text: Progress | None = None, **body: str) -> tuple[str, float]:
+    """The whole answer and the time to its first token in seconds. `on_text` is shown the answer as it grows."""
+    text, first_token_s = "", float("nan")
+    for piece in chat_stream(url, question, MAX_TOKENS, model="model", **body):
+        first_token_s = first_token_s if text else piece.elapsed_s
+        text += piece.text
+        if on_text is not None:
+            on_text(" ".join(text.split()))
+    return text, first_token_s
 
 
-def ask_through_router(router: HttpService, decode: HttpService, question: str) -> Answer:
+def ask_through_router(router: HttpService, decode: HttpService, question: str, on_text: Progress) -> Answer:
     """Ask, and account for the KV by the growth of D's counters (nothing else runs on D meanwhile)."""
     before = TransferCounts.read(decode.base_url)
-    text, first_token_s = ask(router.base_url, question)
+    text, first_token_s = ask(router.base_url, question, on_text)
     return Answer(question, text, first_token_s, _settled_growth(decode.base_url, before))
 
 
@@ -363,6 +377,9 @@ class Demo:
             with self._steps.step(f"Stopping {' and '.join(service.name for service in services)}"):
                 starting.__exit__(None, None, None)
 
+    def _show_detail(self, text: str) -> None:
+        self._steps.detail = text
+
     def _show_progress(self, report: StartReport) -> None:
         line = re.sub(r"\x1b\[[0-9;]*m", "", report.last_line)
         self._steps.detail = f"{report.service.name}: {'ready' if report.ready else line}"
@@ -377,7 +394,7 @@ class Demo:
 
     def _ask(self, router: HttpService, decode: HttpService, question: str) -> Answer:
         with self._steps.step(f"Asking through P and D: {_last_sentence(question)}"):
-            answer = ask_through_router(router, decode, question)
+            answer = ask_through_router(router, decode, question, self._show_detail)
         self._console.print(f"     {escape(' '.join(answer.text.split()))}", highlight=False)
         return answer
 

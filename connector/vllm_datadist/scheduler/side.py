@@ -87,7 +87,7 @@ class SchedulerSide:
                 "a request asks for a hand-off (do_remote_decode), but this engine is a kv_consumer: it serves such "
                 "requests itself. Set kv_role to kv_producer or kv_both, or send them elsewhere.",
             )
-        if asks_remote_prefill(params):
+        if params is not None and asks_remote_prefill(params):
             self._accept_ticket(request, params)
 
     def num_new_matched_tokens(self, request: RequestLike, num_computed_tokens: int) -> tuple[int, bool]:
@@ -145,13 +145,17 @@ class SchedulerSide:
 
     def update_output(self, output: TransferOutput) -> None:
         """Follow the workers' report, and take out of it what vLLM has been told before."""
+        received, sent = output.finished_recving or set(), output.finished_sending or set()
         failed = output.failed_recving
-        for request_id in list(output.finished_recving or ()):
-            self._load_ended(output, request_id, request_id in failed)
-        for request_id in list(output.finished_sending or ()):
+        for request_id in list(received):
+            if not self._load_ended(request_id, request_id in failed):
+                self._log.warning("the end of the load of request %s was reported again; dropped", request_id)
+                received.discard(request_id)
+                failed.discard(request_id)
+        for request_id in list(sent):
             if not self._holds.end(request_id):
                 self._log.warning("the end of the hand-off of request %s was reported again; dropped", request_id)
-                output.finished_sending.discard(request_id)
+                sent.discard(request_id)
 
     def take_tally(self) -> TokenTally:
         tally, self._tally = self._tally, TokenTally()
@@ -252,14 +256,13 @@ class SchedulerSide:
             self._release(handoff)
         self._handoffs.remove(request.request_id)
 
-    def _load_ended(self, output: TransferOutput, request_id: str, failed: bool) -> None:
+    def _load_ended(self, request_id: str, failed: bool) -> bool:
+        """False if vLLM has been told of it before. Ids we know nothing of may be another connector's."""
         handoff = self._handoffs.load_ended(request_id)
-        if handoff is not None:
-            self._count_load(handoff, failed)
-        elif self._handoffs.was_reported(request_id):
-            self._log.warning("the end of the load of request %s was reported again; dropped", request_id)
-            output.finished_recving.discard(request_id)
-            output.failed_recving.discard(request_id)
+        if handoff is None:
+            return not self._handoffs.was_reported(request_id)
+        self._count_load(handoff, failed)
+        return True
 
     def _count_load(self, handoff: Handoff, failed: bool) -> None:
         num_remote = 0 if failed else handoff.num_remote_tokens

@@ -57,6 +57,7 @@ class KvCachePlacement(TorchFunctionMode):
 
 def tensor_over(memory: PoolMemory) -> torch.Tensor:
     """An int8 tensor over `memory`, which it keeps alive."""
-    kept_alive = type("PoolBytes", (ctypes.c_char * memory.size_bytes,), {}).from_address(memory.address)
-    kept_alive.owner = memory.owner
-    return torch.frombuffer(kept_alive, dtype=torch.int8)
+    kept_alive: Any = type("PoolBytes", (ctypes.c_char * memory.size_bytes,), {})
+    view = kept_alive.from_address(memory.address)
+    view.owner = memory.owner
+    return torch.frombuffer(view, dtype=torch.int8)

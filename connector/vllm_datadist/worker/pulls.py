@@ -14,7 +14,7 @@ from ..description import CacheDescription
 from ..messages import LoadJob
 from .node import DataDistNode
 from .peers import Peer
-from .topology import PlanError, block_slices, check_layers, moves_whole_blocks, pair_blocks
+from .topology import BlockSlice, PlanError, block_slices, check_layers, moves_whole_blocks, pair_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class BlockPuller:
         return [Moved(report.num_bytes, report.backend, report.seconds)]
 
 
-def _common_slices(source: CacheDescription, target: CacheDescription):
+def _common_slices(source: CacheDescription, target: CacheDescription) -> tuple[BlockSlice, ...] | None:
     """The slices of every layer's blocks, which are the same in one cache; None for whole blocks."""
     found = set()
     for theirs, ours in zip(source.layers, target.layers, strict=True):

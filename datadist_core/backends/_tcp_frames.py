@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels on a connection of the tcp backend: frames, their limits, and the messages in them. Sans-IO.
+
+Every frame is a header of 16 bytes (magic, version, kind, body length, request id) and a body. Whoever starts a
+batch is its requester; the other end serves it. Request ids are the requester's; both ends of a connection make
+requests, and which of the two an id belongs to follows from the kind.
+
+    READ   requester: READ           server: PULLED* (all bytes of the batch, cut anywhere), or END (refused)
+    WRITE  requester: WRITE          server: GRANT (send it), or END (refused)
+           requester: PUSHED*        server: END (status 0: the bytes are in place)
+    CANCEL requester, at any time    server: END, unless the request was over before
+
+The requester sends nothing more for a request after its CANCEL; the server sends nothing more after its END or
+after the last byte of a READ. A WRITE waits for a GRANT, so that a refused one has nothing to drain and one whose
+memory is not available yet does not hold up what comes behind it.
+
+A connection begins with HELLO from the end that dialled. HEARD says that it has reached whom it meant, WELCOME that
+the link is up at the other end; only then other frames may follow.
+
+Ids, items and slices travel as raw little-endian integers: they become NumPy arrays without a Python object each.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from ..errors import CacheNotExist, LLMException, ParamInvalid, ProtocolError, RemoteError
+from ..transfer.plan import Batch, Items, Op
+from ..types import LLMStatusCode
+
+MAGIC = b"DT"
+VERSION = 1
+HEADER_BYTES = 16
+
+MAX_PAIRS = 4096
+MAX_SLICES = 4096
+MAX_ITEMS = 1 << 20
+MAX_RANGES_PER_PAIR = 1 << 22
+MAX_DATA_BYTES = 16 << 20
+MAX_OPEN_REQUESTS = 64
+"""Requests of one end that may be open on one connection; the requester keeps the rest back."""
+
+TOKEN_BYTES = 16
+INSTANCE_BYTES = 16
+MAX_STREAMS = 16
+
+_HEADER = struct.Struct("!2sBBIQ")
+_MAX_TEXT = 1000
+_NARROW, _WIDE = np.dtype("<u4"), np.dtype("<i8")
+
+T = TypeVar("T")
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    WELCOME = 2
+    READ = 3
+    WRITE = 4
+    GRANT = 5
+    PULLED = 6
+    PUSHED = 7
+    END = 8
+    CANCEL = 9
+    HEARD = 10
+
+
+_MAX_BODY_BYTES = {
+    Kind.HELLO: 128,
+    Kind.WELCOME: 0,
+    Kind.READ: 8 * (MAX_ITEMS + MAX_PAIRS + 2 * MAX_SLICES) + 64,
+    Kind.WRITE: 8 * (MAX_ITEMS + MAX_PAIRS + 2 * MAX_SLICES) + 64,
+    Kind.GRANT: 0,
+    Kind.PULLED: MAX_DATA_BYTES,
+    Kind.PUSHED: MAX_DATA_BYTES,
+    Kind.END: 4 * _MAX_TEXT + 64,
+    Kind.CANCEL: 0,
+    Kind.HEARD: 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    kind: Kind
+    body_bytes: int
+    request_id: int
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """First frame of the end that dialled: which listener it means, the link's token, which stream this is."""
+
+    instance: bytes
+    token: bytes
+    stream: int
+    num_streams: int
+
+
+class End(msgspec.Struct, frozen=True, array_like=True):
+    """How a request ended. `status` is an LLMStatusCode."""
+
+    status: int
+    text: str = ""
+
+
+class _Request(msgspec.Struct, frozen=True, array_like=True):
+    """Body of READ and WRITE: (offset, size) pairs of int64 in `slices`; `items` are uint32, or int64 if `wide`."""
+
+    grid_ids: bytes
+    slices: bytes
+    items: bytes
+    wide: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """A decoded request. Well formed, but not yet checked against any grid.
+
+    Attributes:
+        op: what the requester does.
+        slices: (offset, num_bytes) within an item of the server's grids.
+    """
+
+    request_id: int
+    op: Op
+    grid_ids: tuple[int, ...]
+    items: Items
+    slices: tuple[tuple[int, int], ...]
+
+
+def encode_header(kind: Kind, request_id: int, body_bytes: int) -> bytes:
+    return _HEADER.pack(MAGIC, VERSION, kind, body_bytes, request_id)
+
+
+def encode_frame(kind: Kind, request_id: int = 0, body: bytes = b"") -> bytes:
+    return encode_header(kind, request_id, len(body)) + body
+
+
+def decode_header(data: bytes | bytearray) -> Header:
+    """Raises ProtocolError for what is no header of ours, or announces more than its kind may have."""
+    magic, version, number, body_bytes, request_id = _HEADER.unpack(data)
+    if magic != MAGIC:
+        raise ProtocolError(f"expected a frame of the tcp backend, got bytes {bytes(data[:4])!r}")
+    if version != VERSION:
+        raise ProtocolError(f"the peer's tcp backend speaks protocol version {version}, this one {VERSION}")
+    if number not in _MAX_BODY_BYTES:
+        raise ProtocolError(f"unknown frame kind {number}")
+    kind = Kind(number)
+    if body_bytes > _MAX_BODY_BYTES[kind]:
+        raise ProtocolError(f"a {kind.name} frame of {body_bytes} bytes exceeds the limit {_MAX_BODY_BYTES[kind]}")
+    return Header(kind, body_bytes, request_id)
+
+
+def encode_hello(hello: Hello) -> bytes:
+    return encode_frame(Kind.HELLO, 0, msgspec.msgpack.encode(hello))
+
+
+def decode_hello(body: bytes | bytearray) -> Hello:
+    hello = _decode(body, Hello)
+    if len(hello.token) != TOKEN_BYTES or len(hello.instance) != INSTANCE_BYTES:
+        raise ProtocolError("HELLO has a token or instance of the wrong size")
+    if not 1 <= hello.num_streams <= MAX_STREAMS or not 0 <= hello.stream < hello.num_streams:
+        raise ProtocolError(f"HELLO for stream {hello.stream} of {hello.num_streams}; at most {MAX_STREAMS}")
+    return hello
+
+
+def encode_end(request_id: int, error: LLMException | None = None) -> bytes:
+    end = End(LLMStatusCode.LLM_SUCCESS) if error is None else End(error.status_code, str(error)[:_MAX_TEXT])
+    return encode_frame(Kind.END, request_id, msgspec.msgpack.encode(end))
+
+
+def decode_end(body: bytes | bytearray) -> LLMException | None:
+    """The error that a request ended with at the server, as one of our own exceptions; None for success."""
+    end = _decode(body, End)
+    if end.status == LLMStatusCode.LLM_SUCCESS:
+        return None
+    if end.status == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
+        return CacheNotExist(end.text)
+    if end.status == LLMStatusCode.LLM_PARAM_INVALID:
+        return ParamInvalid(end.text)
+    return RemoteError(f"the peer could not serve the transfer (status {end.status}): {end.text}")
+
+
+def encode_request(batch: Batch) -> bytes:
+    """The body of READ or WRITE for a checked batch. Raises ParamInvalid if it exceeds what a request can hold."""
+    num_items, num_slices = len(batch.remote_items), len(batch.slices)
+    _check_limits(len(batch.pairs), num_items, num_slices, ParamInvalid)
+    slices = np.array([(s.remote_offset, s.num_bytes) for s in batch.slices], dtype=_WIDE)
+    wide = int(batch.remote_items.max()) > 0xFFFFFFFF
+    items = batch.remote_items.astype(_WIDE if wide else _NARROW)
+    grid_ids = np.array([pair.remote.grid_id for pair in batch.pairs], dtype=_WIDE)
+    return msgspec.msgpack.encode(_Request(grid_ids.tobytes(), slices.tobytes(), items.tobytes(), wide))
+
+
+def decode_request(header: Header, body: bytes | bytearray) -> Wanted:
+    """Raises ProtocolError unless it is well formed and within all limits."""
+    request = _decode(body, _Request)
+    grid_ids = _integers(request.grid_ids, _WIDE)
+    items = _integers(request.items, _WIDE if request.wide else _NARROW)
+    slices = _integers(request.slices, _WIDE)
+    if len(slices) % 2:
+        raise ProtocolError("slices do not come in pairs of offset and size")
+    _check_limits(len(grid_ids), len(items), len(slices) // 2, ProtocolError)
+    return Wanted(
+        header.request_id,
+        Op.READ if header.kind is Kind.READ else Op.WRITE,
+        tuple(grid_ids.tolist()),
+        items,
+        tuple(zip(slices[::2].tolist(), slices[1::2].tolist(), strict=True)),
+    )
+
+
+def _check_limits(num_pairs: int, num_items: int, num_slices: int, blame: type[LLMException]) -> None:
+    for name, number, limit in (
+        ("grids", num_pairs, MAX_PAIRS),
+        ("blocks", num_items, MAX_ITEMS),
+        ("slices", num_slices, MAX_SLICES),
+        ("blocks times slices", num_items * num_slices, MAX_RANGES_PER_PAIR),
+    ):
+        if not 1 <= number <= limit:
+            raise blame(f"a tcp transfer of {number} {name} is not possible: 1..{limit}; use several transfers")
+
+
+def _integers(data: bytes, kind: np.dtype[np.signedinteger | np.unsignedinteger]) -> Items:
+    if len(data) % kind.itemsize:
+        raise ProtocolError(f"{len(data)} bytes are no array of {kind.itemsize}-byte integers")
+    return np.frombuffer(data, dtype=kind).astype(np.int64)
+
+
+def _decode(body: bytes | bytearray, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"malformed {kind.__name__} from the peer: {error}") from error

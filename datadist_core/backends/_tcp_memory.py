@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch's memory on one side as a stream of bytes that is sent from, or received into, where it lies.
+
+The ranges of one grid are worked out when the stream reaches it, as NumPy arrays, so that a transfer of millions of
+ranges needs the memory for those of a single grid. The bytes are moved by `_copy/iov.c`; without the compiled
+library by `sendmsg` and `recvmsg_into` over memory views, made for at most `_MAX_IOVECS` ranges at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from .._copy import native_library
+from ..memory.grid import Grid
+from ..memory.region import Region
+from ..transfer.plan import Batch, Items, expand_side
+from ._tcp_frames import Wanted
+
+_MAX_IOVECS = 1024
+_END_OF_STREAM = -1
+_NONE = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class GridMemory:
+    """A grid and where its region starts."""
+
+    grid: Grid
+    base_address: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """What a stream consists of, in wire order: grids, then items, then slices (offset, num_bytes)."""
+
+    grids: tuple[GridMemory, ...]
+    items: Items
+    slices: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of_batch(cls, batch: Batch, regions: Sequence[Region]) -> Layout:
+        """The local side of `batch`. `regions` are those of its pairs."""
+        grids = tuple(GridMemory(p.local, r.address) for p, r in zip(batch.pairs, regions, strict=True))
+        return cls(grids, batch.local_items, tuple((s.local_offset, s.num_bytes) for s in batch.slices))
+
+    @classmethod
+    def of_request(cls, wanted: Wanted, grids: tuple[GridMemory, ...]) -> Layout:
+        return cls(grids, wanted.items, wanted.slices)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.grids) * len(self.items) * sum(size for _, size in self.slices)
+
+
+class MemoryStream:
+    """Goes once through a layout. Owned by one thread at a time."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._next_grid = 0
+        self._cursor: Cursor = make_cursor(_NONE, _NONE)
+        self.remaining = layout.num_bytes
+
+    def prepare(self) -> None:
+        """Work out the first grid's ranges now; for a moment at which there is nothing better to do."""
+        if self._next_grid == 0 and self._layout.grids:
+            self._enter_next_grid()
+
+    def send(self, sock: socket.socket, budget: int) -> int:
+        """Send up to `budget` bytes. Fewer than both `budget` and `remaining` means that the socket would block.
+
+        Raises OSError when the connection is broken.
+        """
+        return self._move(sock, budget, True)
+
+    def receive(self, sock: socket.socket, budget: int) -> int:
+        """The counterpart of `send`. Raises OSError also at the end of the stream."""
+        return self._move(sock, budget, False)
+
+    def _move(self, sock: socket.socket, budget: int, sending: bool) -> int:
+        budget = min(budget, self.remaining)
+        total = 0
+        while total < budget:
+            if self._cursor.exhausted:
+                self._enter_next_grid()
+            moved = self._cursor.move(sock, budget - total, sending)
+            total += moved
+            self.remaining -= moved
+            if not self._cursor.exhausted:
+                break
+        return total
+
+    def _enter_next_grid(self) -> None:
+        memory = self._layout.grids[self._next_grid]
+        self._next_grid += 1
+        offsets, sizes = expand_side(self._layout.items, memory.grid, self._layout.slices)
+        self._cursor = make_cursor(offsets + memory.base_address, np.ascontiguousarray(sizes))
+
+
+class Cursor(Protocol):
+    """Walks over ranges of memory."""
+
+    @property
+    def exhausted(self) -> bool: ...
+
+    def move(self, sock: socket.socket, budget: int, sending: bool) -> int: ...
+
+
+def make_cursor(addresses: Items, sizes: Items) -> Cursor:
+    native = _native()
+    return PythonCursor(addresses, sizes) if native is None else NativeCursor(native, addresses, sizes)
+
+
+class _CursorStruct(ctypes.Structure):
+    _fields_ = [
+        ("addresses", ctypes.c_void_p),
+        ("sizes", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("index", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Native:
+    send: Any
+    receive: Any
+
+
+@functools.cache
+def _native() -> _Native | None:
+    library = native_library()
+    if library is None:
+        return None
+    native = _Native(library.datadist_send_some, library.datadist_receive_some)
+    for function in (native.send, native.receive):
+        function.restype = ctypes.c_int64
+        function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_int32)]
+    return native
+
+
+class NativeCursor:
+    """Moves with `_copy/iov.c`, without the GIL."""
+
+    def __init__(self, native: _Native, addresses: Items, sizes: Items) -> None:
+        self._native = native
+        self._kept = (addresses, sizes)
+        self._struct = _CursorStruct(addresses.ctypes.data, sizes.ctypes.data, len(sizes), 0, 0)
+        self._error = ctypes.c_int32()
+
+    @property
+    def exhausted(self) -> bool:
+        return bool(self._struct.index >= self._struct.n)
+
+    def move(self, sock: socket.socket, budget: int, sending: bool) -> int:
+        function = self._native.send if sending else self._native.receive
+        moved = function(sock.fileno(), ctypes.byref(self._struct), budget, ctypes.byref(self._error))
+        if self._error.value:
+            raise _broken(self._error.value)
+        return int(moved)
+
+
+class PythonCursor:
+    """Does the same with memory views."""
+
+    def __init__(self, addresses: Items, sizes: Items) -> None:
+        self._addresses, self._sizes = addresses, sizes
+        self._index = 0
+        self._views: list[memoryview] = []
+
+    @property
+    def exhausted(self) -> bool:
+        return not self._views and self._index >= len(self._sizes)
+
+    def move(self, sock: socket.socket, budget: int, sending: bool) -> int:
+        total = 0
+        while total < budget and not self.exhausted:
+            try:
+                moved = self._move_once(sock, budget - total, sending)
+            except BlockingIOError:
+                break
+            self._advance(moved)
+            total += moved
+        return total
+
+    def _move_once(self, sock: socket.socket, budget: int, sending: bool) -> int:
+        if not self._views:
+            self._make_views()
+        views = _limited(self._views, budget)
+        if sending:
+            return sock.sendmsg(views, [], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        moved = sock.recvmsg_into(views, 0, socket.MSG_DONTWAIT)[0]
+        if not moved:
+            raise _broken(_END_OF_STREAM)
+        return moved
+
+    def _make_views(self) -> None:
+        end = self._index + _MAX_IOVECS
+        ranges = zip(self._addresses[self._index : end].tolist(), self._sizes[self._index : end].tolist(), strict=True)
+        self._views = [memoryview((ctypes.c_char * size).from_address(address)).cast("B") for address, size in ranges]
+        self._index += len(self._views)
+
+    def _advance(self, moved: int) -> None:
+        done = 0
+        while moved and moved >= len(self._views[done]):
+            moved -= len(self._views[done])
+            done += 1
+        del self._views[:done]
+        if moved:
+            self._views[0] = self._views[0][moved:]
+
+
+def _limited(views: Sequence[memoryview], budget: int) -> list[memoryview]:
+    """The first `budget` bytes of `views`."""
+    limited: list[memoryview] = []
+    for view in views:
+        if budget <= 0:
+            break
+        limited.append(view[:budget])
+        budget -= len(view)
+    return limited
+
+
+def _broken(error: int) -> OSError:
+    if error == _END_OF_STREAM:
+        return ConnectionResetError("the peer closed the connection")
+    return OSError(error, os.strerror(error))

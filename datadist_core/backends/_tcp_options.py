@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the tcp backend, checked, and what they mean for a socket."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ParamInvalid
+from ._tcp_frames import MAX_STREAMS
+
+_KEEPALIVE_IDLE_S = 10
+_KEEPALIVE_INTERVAL_S = 5
+_KEEPALIVE_PROBES = 4
+_UNANSWERED_MS = 30_000
+"""Sent data that long without a sign of life from the peer's host: the connection is dead."""
+
+_INTEGERS = {
+    "port": (0, 65535),
+    "streams": (1, MAX_STREAMS),
+    "sndbuf": (4096, 1 << 30),
+    "rcvbuf": (4096, 1 << 30),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TcpOptions:
+    """Attributes:
+    port: to listen on; 0 lets the system choose.
+    streams: connections per link that this end dials.
+    advertise_host: what peers are told to dial, in place of the addresses found here.
+    sndbuf, rcvbuf: socket buffers in bytes; None leaves them to the kernel, which adapts them to the path.
+    """
+
+    port: int = 0
+    streams: int = 1
+    advertise_host: str | None = None
+    sndbuf: int | None = None
+    rcvbuf: int | None = None
+
+
+def parse_options(options: Mapping[str, Any]) -> TcpOptions:
+    """Raises ParamInvalid naming the option."""
+    for name, value in options.items():
+        if name in _INTEGERS:
+            _check_integer(name, value)
+        elif name == "advertise_host":
+            if not isinstance(value, str) or not 1 <= len(value) <= 200:
+                raise ParamInvalid(f"tcp option advertise_host={value!r} must be a host name or address")
+        else:
+            known = ", ".join(sorted([*_INTEGERS, "advertise_host"]))
+            raise ParamInvalid(f"tcp option {name!r} is unknown; there are {known}")
+    return TcpOptions(**options)
+
+
+def _check_integer(name: str, value: object) -> None:
+    low, high = _INTEGERS[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ParamInvalid(f"tcp option {name}={value!r} must be an integer in {low}..{high}")
+
+
+def tune(sock: socket.socket, options: TcpOptions) -> None:
+    """Set what a connection needs, before it is connected or right after it was accepted."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
+    if options.sndbuf is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.sndbuf)
+    if options.rcvbuf is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options.rcvbuf)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An open tcp backend: its threads, listener, links and batches, from `open` to `close`."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+from ..errors import Cancelled, ClosedError, LLMException, NotYetLinked, ParamInvalid, PeerLost, TimedOut, Unreachable
+from ..transfer.backend import BackendContext, Completion, DoneCallback
+from ..transfer.plan import Batch
+from ..types import Deadline
+from ._tcp_accept import MAX_UNMATCHED, Acceptor, Expected
+from ._tcp_address import decode_identity, encode_identity, listen, reachable_hosts
+from ._tcp_connection import Connection
+from ._tcp_dial import Dialler
+from ._tcp_frames import INSTANCE_BYTES, TOKEN_BYTES, encode_request
+from ._tcp_link import Link
+from ._tcp_loop import IoLoop
+from ._tcp_memory import Layout
+from ._tcp_options import parse_options
+from ._tcp_requests import CANCEL_GRACE_S, Request
+from ._tcp_serve import Workers
+
+_MAX_SERVING_THREADS = 4
+
+
+class Runtime:
+    """Everything that exists only while the backend is open. Its public methods may be called from any thread."""
+
+    def __init__(self, context: BackendContext) -> None:
+        self.closed = False
+        self.links: dict[int, Link] = {}
+        self._context = context
+        self._options = parse_options(context.options)
+        self._instance = os.urandom(INSTANCE_BYTES)
+        self._batches: dict[int, Request] = {}
+        self._dialler = Dialler(self._options)
+        self._workers = Workers("datadist-tcp-serve", _MAX_SERVING_THREADS)
+        self._reporters = Workers("datadist-tcp-report", 1)
+        self._acceptor: Acceptor | None = None
+        self.identity = encode_identity(self._instance, 0, [])
+        listener = self._listen(context.listen_host)
+        self._loop = self._make_loop(listener)
+        if listener is not None:
+            self._acceptor = Acceptor(self._loop, listener, self._instance, self._options)
+        self._loop.start()
+
+    def close(self) -> None:
+        """Idempotent; any number of threads may call it."""
+        self.closed = True
+        self._dialler.close()
+        self._loop.stop()
+        self._workers.stop()
+        self._reporters.stop()
+
+    def dial(self, peer_id: int, identity: bytes, link_token: bytes, deadline: Deadline) -> None:
+        socks = self._dialler.dial(decode_identity(identity), _checked(link_token), deadline)
+        try:
+            self._loop.call(lambda: self._install(peer_id, [Connection(self._loop, sock) for sock in socks]))
+        except ClosedError:
+            for sock in socks:
+                sock.close()
+            raise
+
+    def accept(self, peer_id: int, link_token: bytes, deadline: Deadline) -> None:
+        acceptor = self._acceptor
+        if acceptor is None:
+            raise Unreachable("this end does not listen, so it can only dial (no listen_ip_info)")
+        expected = Expected(_checked(link_token), lambda connections: self._install(peer_id, connections))
+        self._loop.call(lambda: acceptor.expect(expected))
+        try:
+            expected.result.result(deadline.timeout())
+        except FutureTimeoutError:
+            self._loop.call(lambda: acceptor.forget(expected))
+            if not expected.result.done():
+                raise TimedOut("the peer's tcp connection did not arrive in time") from None
+            expected.result.result()
+
+    def disconnect(self, peer_id: int) -> None:
+        if self.closed:
+            return
+        try:
+            self._loop.call(lambda: self._remove_link(peer_id, PeerLost(f"the link to peer {peer_id} was taken down")))
+        except ClosedError:
+            return  # closing ends it as well
+
+    def link(self, peer_id: int) -> Link:
+        """The link to a peer. Raises NotYetLinked, or PeerLost with the reason."""
+        link = self.links.get(peer_id)
+        if link is None:
+            raise NotYetLinked(f"peer {peer_id} is not connected")
+        if link.lost is not None:
+            raise PeerLost(f"peer {peer_id} is gone: {link.lost}") from link.lost
+        return link
+
+    def submit(self, batch_id: int, batch: Batch, done: DoneCallback) -> None:
+        link = self.link(batch.peer_id)
+        layout = self._local_layout(batch, link)
+        if not batch.num_bytes:
+            done(Completion.ok(batch_id))
+            return
+        request = Request(batch_id, batch, layout, encode_request(batch), self._forgetting(batch_id, done))
+        self._loop.post(lambda: self._start(link, request))
+
+    def cancel(self, batch_id: int) -> None:
+        try:
+            self._loop.post(lambda: self._cancel(batch_id))
+        except ClosedError:
+            return  # closing ends it as well
+
+    def _listen(self, host: str | None) -> socket.socket | None:
+        if host is None:
+            return None
+        listener = listen(host, self._options.port, self._options.rcvbuf, MAX_UNMATCHED)
+        hosts = reachable_hosts(listener, self._options.advertise_host)
+        self.identity = encode_identity(self._instance, listener.getsockname()[1], hosts)
+        return listener
+
+    def _make_loop(self, listener: socket.socket | None) -> IoLoop:
+        try:
+            return IoLoop(self._sweep, self._teardown)
+        except OSError as error:
+            if listener is not None:
+                listener.close()
+            raise Unreachable(f"the tcp backend cannot start: {error}") from error
+
+    def _local_layout(self, batch: Batch, link: Link) -> Layout:
+        regions = []
+        for pair in batch.pairs:
+            if pair.remote.region_id not in link.attached:
+                raise ParamInvalid(f"region {pair.remote.region_id} of peer {batch.peer_id} is not attached")
+            region = self._context.local_region(pair.local.region_id)
+            pair.local.check_inside(region.size_bytes)
+            regions.append(region)
+        return Layout.of_batch(batch, regions)
+
+    def _forgetting(self, batch_id: int, done: DoneCallback) -> DoneCallback:
+        """`done`, with the batch forgotten first."""
+
+        def forget_and_report(completion: Completion) -> None:
+            self._batches.pop(batch_id, None)
+            done(completion)
+
+        return forget_and_report
+
+    # In the io thread
+
+    def _start(self, link: Link, request: Request) -> None:
+        self._batches[request.batch_id] = request
+        self._loop.wake_at(request.deadline.at_s)
+        link.start(request)
+
+    def _cancel(self, batch_id: int) -> None:
+        request = self._batches.get(batch_id)
+        if request is not None:
+            request.give_up(Cancelled(f"batch {batch_id} was cancelled"))
+            self._loop.wake_at(time.monotonic() + CANCEL_GRACE_S)
+
+    def _install(self, peer_id: int, connections: list[Connection]) -> None:
+        self._remove_link(peer_id, PeerLost(f"peer {peer_id} was connected anew"))
+        self.links[peer_id] = Link(peer_id, connections, self._loop, self._workers, self._context, self._on_lost)
+
+    def _remove_link(self, peer_id: int, error: LLMException) -> None:
+        link = self.links.pop(peer_id, None)
+        if link is not None:
+            link.end(error)
+
+    def _on_lost(self, link: Link, error: LLMException) -> None:
+        """Told by a thread of its own: the owner may hold a lock, waiting for us to disconnect something."""
+        self._reporters.put(lambda: self._context.report_peer_lost(link.peer_id, error))
+
+    def _sweep(self) -> float:
+        moments = [link.sweep() for link in list(self.links.values())]
+        if self._acceptor is not None:
+            moments.append(self._acceptor.sweep())
+        return min(moments, default=math.inf)
+
+    def _teardown(self) -> None:
+        error = ClosedError("the tcp backend was closed")
+        if self._acceptor is not None:
+            self._acceptor.close(error)
+        for peer_id in list(self.links):
+            self._remove_link(peer_id, error)
+
+
+def _checked(link_token: bytes) -> bytes:
+    if len(link_token) != TOKEN_BYTES:
+        raise ParamInvalid(f"a link token has {TOKEN_BYTES} bytes, not {len(link_token)}")
+    return link_token

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's half of a connection: what the peer asks to read from, or write to, this end's memory.
+
+The peer is not trusted: it names grids and items, and both are checked against what the owner lends (`serve_grid`).
+Lending may wait for the owner's locks, so it is done by a few worker threads, and the io thread goes on meanwhile.
+A grid stays lent until the last of its bytes is sent or received, or until the connection is gone.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from ..errors import Cancelled, ClosedError, LLMException, PeerLost, ProtocolError, RemoteError
+from ..transfer.backend import BackendContext
+from ..transfer.plan import Op, check_items
+from ._tcp_connection import Connection, Sink
+from ._tcp_frames import MAX_OPEN_REQUESTS, Header, Kind, Wanted, decode_request, encode_end, encode_frame
+from ._tcp_loop import IoLoop
+from ._tcp_memory import GridMemory, Layout, MemoryStream
+
+MAX_PREPARING = 16 * MAX_OPEN_REQUESTS
+"""Requests per connection that wait for the owner's memory, with those that were cancelled meanwhile."""
+_STOP_TIMEOUT_S = 5.0
+
+Task = Callable[[], None]
+
+
+class Workers:
+    """A few threads, started when there is work for them, for calls that may block. Thread-safe."""
+
+    def __init__(self, name: str, max_threads: int) -> None:
+        self._name, self._max_threads = name, max_threads
+        self._lock = threading.Lock()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._num_pending = 0
+        self._stopped = False
+
+    def put(self, task: Task) -> None:
+        """Have `task`, which must not raise, run in some thread. After `stop` it is dropped."""
+        with self._lock:
+            if self._stopped:
+                return
+            self._num_pending += 1
+            self._tasks.put(task)
+            if len(self._threads) < min(self._num_pending, self._max_threads):
+                self._start_thread()
+
+    def stop(self) -> None:
+        """Let the threads end when they have done what was put. Waits for them, unless one of them calls it."""
+        with self._lock:
+            self._stopped = True
+            threads, self._threads = self._threads, []
+        for _ in threads:
+            self._tasks.put(None)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(_STOP_TIMEOUT_S)
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            with self._lock:
+                self._num_pending -= 1
+
+
+class Served:
+    """One request of the peer. Source of a READ's data frames and sink of a WRITE's."""
+
+    kind = Kind.PULLED
+
+    def __init__(self, server: Server, wanted: Wanted) -> None:
+        self.request_id, self.op = wanted.request_id, wanted.op
+        self.wanted = wanted
+        self.aborted = False
+        self.over = False
+        self._server = server
+        self._stream: MemoryStream | None = None
+        self._lent = ExitStack()
+
+    @property
+    def remaining(self) -> int:
+        return 0 if self._stream is None else self._stream.remaining
+
+    @property
+    def prepared(self) -> bool:
+        return self._stream is not None
+
+    def begin(self, stream: MemoryStream, lent: ExitStack) -> None:
+        self._stream, self._lent = stream, lent
+
+    def finish(self) -> None:
+        """Leave the memory alone and give it back."""
+        self.over = True
+        self._lent.close()
+
+    def send(self, sock: socket.socket, budget: int) -> int:
+        return self._opened().send(sock, budget)
+
+    def on_sent(self) -> None:
+        self._server.on_sent(self)
+
+    def receive(self, sock: socket.socket, budget: int) -> int:
+        return self._opened().receive(sock, budget)
+
+    def on_frame_end(self) -> None:
+        if not self.remaining:
+            self._server.on_received(self)
+
+    def _opened(self) -> MemoryStream:
+        if self._stream is None or self.over:
+            raise PeerLost("a request of the peer ended while its data was moving")
+        return self._stream
+
+
+class Server:
+    """The peer's requests on one connection. Runs in the io thread, except for `_prepare`."""
+
+    def __init__(self, connection: Connection, loop: IoLoop, workers: Workers, context: BackendContext) -> None:
+        self._connection, self._loop = connection, loop
+        self._workers, self._context = workers, context
+        self._open: dict[int, Served] = {}
+        self._num_preparing = 0
+
+    def on_request(self, header: Header, body: bytearray) -> None:
+        wanted = decode_request(header, body)
+        if len(self._open) >= MAX_OPEN_REQUESTS or wanted.request_id in self._open:
+            raise ProtocolError(f"request {wanted.request_id} is open already or exceeds {MAX_OPEN_REQUESTS}")
+        if self._num_preparing >= MAX_PREPARING:
+            self._answer(wanted.request_id, RemoteError("too many requests are waiting for memory here"))
+            return
+        served = self._open[wanted.request_id] = Served(self, wanted)
+        self._num_preparing += 1
+        self._workers.put(lambda: self._prepare(served))
+
+    def on_cancel(self, header: Header) -> None:
+        served = self._open.get(header.request_id)
+        if served is None:
+            return  # it was over before the peer knew
+        if served.op is Op.READ and served.prepared:
+            self._connection.abort(served)
+        else:
+            self._end(served, Cancelled("cancelled by the requester"))
+
+    def sink_of(self, header: Header) -> Sink:
+        """Where a PUSHED frame goes."""
+        served = self._open.get(header.request_id)
+        if served is None or served.op is not Op.WRITE or header.body_bytes > served.remaining:
+            raise ProtocolError(
+                f"{header.body_bytes} bytes for request {header.request_id}, which does not expect them"
+            )
+        return served
+
+    def on_sent(self, served: Served) -> None:
+        if served.over:
+            return
+        if served.remaining:
+            self._end(served, Cancelled("cancelled by the requester"))
+        else:
+            self._forget(served)
+
+    def on_received(self, served: Served) -> None:
+        self._end(served, None)
+
+    def end_all(self) -> None:
+        """The connection is closed: give all memory back."""
+        for served in list(self._open.values()):
+            self._forget(served)
+
+    def _end(self, served: Served, error: LLMException | None) -> None:
+        self._forget(served)
+        self._answer(served.request_id, error)
+
+    def _forget(self, served: Served) -> None:
+        del self._open[served.request_id]
+        served.finish()
+
+    def _answer(self, request_id: int, error: LLMException | None) -> None:
+        self._connection.send_frame(encode_end(request_id, error))
+
+    def _prepare(self, served: Served) -> None:
+        """In a worker: borrow the memory and check the request against it."""
+        lent = ExitStack()
+        try:
+            outcome: MemoryStream | LLMException = self._borrow(served.wanted, lent)
+        except LLMException as error:
+            outcome = error
+        except Exception as error:
+            outcome = RemoteError(f"serving failed unexpectedly: {error!r}")
+        try:
+            self._loop.post(lambda: self._on_prepared(served, lent, outcome))
+        except ClosedError:
+            lent.close()
+
+    def _borrow(self, wanted: Wanted, lent: ExitStack) -> MemoryStream:
+        grids: list[GridMemory] = []
+        for grid_id in wanted.grid_ids:
+            loan = lent.enter_context(self._context.serve_grid(grid_id, wanted.op))
+            loan.grid.check_inside(loan.region.size_bytes)
+            check_items(wanted.items, loan.grid, wanted.slices)
+            grids.append(GridMemory(loan.grid, loan.region.address))
+        stream = MemoryStream(Layout.of_request(wanted, tuple(grids)))
+        stream.prepare()
+        return stream
+
+    def _on_prepared(self, served: Served, lent: ExitStack, outcome: MemoryStream | LLMException) -> None:
+        self._num_preparing -= 1
+        if served.over or isinstance(outcome, LLMException):
+            lent.close()
+            if not served.over:
+                self._end(served, outcome if isinstance(outcome, LLMException) else None)
+            return
+        served.begin(outcome, lent)
+        if served.op is Op.READ:
+            self._connection.add_source(served)
+        else:
+            self._connection.send_frame(encode_frame(Kind.GRANT, served.request_id))
