@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch's memory on one side as a stream of bytes that is sent from, or received into, where it lies.
 
-The ranges of one grid are worked out when the stream reaches it, as NumPy arrays, so that a transfer of millions of
-ranges needs the memory for those of a single grid. The bytes are moved by `_copy/iov.c`; without the compiled
+The ranges of a grid are worked out when the stream reaches it, as NumPy arrays, so that a transfer of millions of
+ranges needs the memory for those of a single grid; grids with few ranges are taken together, to move in one call. The bytes are moved by `_copy/iov.c`; without the compiled
 library by `sendmsg` and `recvmsg_into` over memory views, made for at most `_MAX_IOVECS` ranges at a time.
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ from ._tcp_frames import Wanted
 
 _MAX_IOVECS = 1024
 _END_OF_STREAM = -1
+_FEW_RANGES = 4096
 _NONE = np.empty(0, dtype=np.int64)
 
 
@@ -60,19 +62,33 @@ class Layout:
         return len(self.grids) * len(self.items) * sum(size for _, size in self.slices)
 
 
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """All that the ranges of a grid depend on, but for where it starts."""
+
+    stride_bytes: int
+    item_bytes: int
+
+    @classmethod
+    def of(cls, grid: Grid) -> _Shape:
+        return cls(grid.stride_bytes, grid.item_bytes)
+
+
 class MemoryStream:
     """Goes once through a layout. Owned by one thread at a time."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._next_grid = 0
+        self._shape: _Shape | None = None
+        self._relative = self._sizes = _NONE
         self._cursor: Cursor = make_cursor(_NONE, _NONE)
         self.remaining = layout.num_bytes
 
     def prepare(self) -> None:
-        """Work out the first grid's ranges now; for a moment at which there is nothing better to do."""
+        """Work out the first grids' ranges now; for a moment at which there is nothing better to do."""
         if self._next_grid == 0 and self._layout.grids:
-            self._enter_next_grid()
+            self._enter_next_grids()
 
     def send(self, sock: socket.socket, budget: int) -> int:
         """Send up to `budget` bytes. Fewer than both `budget` and `remaining` means that the socket would block.
@@ -90,7 +106,7 @@ class MemoryStream:
         total = 0
         while total < budget:
             if self._cursor.exhausted:
-                self._enter_next_grid()
+                self._enter_next_grids()
             moved = self._cursor.move(sock, budget - total, sending)
             total += moved
             self.remaining -= moved
@@ -98,11 +114,24 @@ class MemoryStream:
                 break
         return total
 
-    def _enter_next_grid(self) -> None:
-        memory = self._layout.grids[self._next_grid]
-        self._next_grid += 1
-        offsets, sizes = expand_side(self._layout.items, memory.grid, self._layout.slices)
-        self._cursor = make_cursor(offsets + memory.base_address, np.ascontiguousarray(sizes))
+    def _enter_next_grids(self) -> None:
+        """Point the cursor at the ranges of the next grid, and of those like it behind it while they are few."""
+        self._work_out_ranges(self._layout.grids[self._next_grid].grid)
+        most = max(1, _FEW_RANGES // len(self._sizes))
+        candidates = self._layout.grids[self._next_grid : self._next_grid + most]
+        alike = list(itertools.takewhile(lambda memory: _Shape.of(memory.grid) == self._shape, candidates))
+        self._next_grid += len(alike)
+        starts = np.array([memory.base_address + memory.grid.offset_bytes for memory in alike], dtype=np.int64)
+        addresses = (starts[:, None] + self._relative[None, :]).ravel()
+        self._cursor = make_cursor(addresses, np.tile(self._sizes, len(alike)))
+
+    def _work_out_ranges(self, grid: Grid) -> None:
+        """The ranges relative to the grid's first item. The grids of a model's layers are alike: once will do."""
+        shape = _Shape.of(grid)
+        if shape != self._shape:
+            at_zero = replace(grid, offset_bytes=0)
+            self._relative, self._sizes = expand_side(self._layout.items, at_zero, self._layout.slices)
+            self._shape = shape
 
 
 class Cursor(Protocol):

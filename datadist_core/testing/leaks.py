@@ -33,12 +33,15 @@ class _Held:
 
 
 @contextlib.contextmanager
-def nothing_left_behind() -> Iterator[None]:
-    """Raise AssertionError if more files, threads or pool mappings exist after the block than before it."""
+def nothing_left_behind(timeout_s: float = 10.0) -> Iterator[None]:
+    """Raise AssertionError if more files, threads or pool mappings exist after the block than before it.
+
+    What ends by itself within `timeout_s` after the block is not counted.
+    """
     resource_tracker.ensure_running()  # started with the first spawned process, and stays
     before = _look()
     yield
-    if not eventually(lambda: not _look().beyond(before), timeout_s=10):
+    if not eventually(lambda: not _look().beyond(before), timeout_s):
         raise AssertionError(f"left behind: {_look().beyond(before)}")
 
 

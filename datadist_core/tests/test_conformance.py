@@ -143,7 +143,7 @@ def test_leak_is_caught() -> None:
     kept = []
 
     def leak() -> None:
-        with nothing_left_behind():
+        with nothing_left_behind(timeout_s=0.1):
             kept.append(open("/dev/null"))  # noqa: SIM115 - the point of it
 
     with pytest.raises(AssertionError, match="/dev/null"):

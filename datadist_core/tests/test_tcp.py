@@ -287,15 +287,18 @@ class TestHostilePeers:
 
     def test_leave_nothing_behind(self) -> None:
         with nothing_left_behind():
-            end = LocalEnd(TcpBackend())
-            silent, peer = RawPeer(end), RawPeer(end)
-            peer.link(end)
-            peer.send(b"garbage" * 10)
-            assert peer.is_closed()
-            peer.sock.close()
-            end.close()
-            assert silent.is_closed()
-            silent.sock.close()
+            _meet_hostile_peers()
+
+
+def _meet_hostile_peers() -> None:
+    end = LocalEnd(TcpBackend())
+    silent, peer = RawPeer(end), RawPeer(end)
+    with contextlib.closing(silent.sock), contextlib.closing(peer.sock):
+        peer.link(end)
+        peer.send(b"garbage" * 10)
+        assert peer.is_closed()
+        end.close()
+        assert silent.is_closed()
 
 
 def request_body(grid_ids: Sequence[int], slices: Sequence[tuple[int, int]], items: Sequence[int]) -> bytes:
@@ -533,18 +536,34 @@ class TestLinking:
         assert isinstance(failures[0], LLMException)
         assert failures[1] is None
 
-    def test_losing_one_stream_loses_the_link(self) -> None:
-        with BackendPair.in_process(TcpBackend, options={"streams": 2}) as pair:
-            mine, theirs = pair.a.add_grid(4, 512), pair.b.add_grid(4, 512)
-            pair.link()
-            pair.b.serving_allowed.clear()
-            submitted = [pair.a.submit(pair.batch(Op.READ, mine, theirs, [i], [i])) for i in range(2)]
-            stray = RawPeer(pair.b)
-            with contextlib.closing(stray.sock):
-                assert pair.b.serving_waits.acquire(timeout=WAIT_S)
-                pair.b.disconnect(B_KNOWS_A_AS)
-            for batch_id in submitted:
-                assert failed_with(pair.a.log.wait(batch_id), PeerLost)
+    def test_losing_one_stream_loses_the_link(self, end: LocalEnd) -> None:
+        one = RawPeer(end)
+        other = RawPeer(end, one.token)
+        with contextlib.closing(one.sock), contextlib.closing(other.sock):
+            for stream, peer in enumerate((one, other)):
+                peer.send(encode_hello(Hello(peer.identity.instance, peer.token, stream, 2)))
+            end.connect(RAW, encode_identity(os.urandom(16), 0, []), False, one.token, WAIT_S)
+            one.sock.close()
+            assert other.is_closed()
+        assert eventually(lambda: RAW in end.lost_peers)
+
+    def test_streams_that_do_not_fit_together(self, end: LocalEnd) -> None:
+        """The one that came later goes; the link waits for the right one."""
+        one = RawPeer(end)
+        two, three = RawPeer(end, one.token), RawPeer(end, one.token)
+        ours = encode_identity(os.urandom(16), 0, [])
+
+        def dial() -> None:
+            one.send(encode_hello(Hello(one.identity.instance, one.token, 0, 2)))
+            assert one.receive()[0] is Kind.HEARD
+            two.send(encode_hello(Hello(two.identity.instance, two.token, 0, 2)))
+            assert two.is_closed()
+            three.send(encode_hello(Hello(three.identity.instance, three.token, 1, 2)))
+            assert three.receive()[0] is Kind.HEARD
+            assert three.receive()[0] is Kind.WELCOME
+
+        with contextlib.closing(one.sock), contextlib.closing(two.sock), contextlib.closing(three.sock):
+            require_all([lambda: end.connect(RAW, ours, False, one.token, WAIT_S), dial])
 
 
 class TestOptions:

@@ -76,9 +76,13 @@ class Batch:
             raise ParamInvalid(
                 f"{len(self.local_items)} local items but {len(self.remote_items)} remote items; they must pair up"
             )
-        for pair in self.pairs:
-            check_items(self.local_items, pair.local, [(s.local_offset, s.num_bytes) for s in self.slices])
-            check_items(self.remote_items, pair.remote, [(s.remote_offset, s.num_bytes) for s in self.slices])
+        # Layers usually differ in their offset only, so that few shapes have to be checked.
+        for num_items, item_bytes in {(p.local.num_items, p.local.item_bytes) for p in self.pairs}:
+            check_slices(item_bytes, [(s.local_offset, s.num_bytes) for s in self.slices])
+            check_indices(self.local_items, num_items)
+        for num_items, item_bytes in {(p.remote.num_items, p.remote.item_bytes) for p in self.pairs}:
+            check_slices(item_bytes, [(s.remote_offset, s.num_bytes) for s in self.slices])
+            check_indices(self.remote_items, num_items)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,16 +104,22 @@ def whole_item(item_bytes: int) -> tuple[Slice, ...]:
 
 def check_items(items: Items, grid: Grid, slices: Sequence[tuple[int, int]]) -> None:
     """Raise ParamInvalid unless all `items` exist in `grid` and all (offset, num_bytes) lie in an item."""
-    if len(items) and (int(items.min()) < 0 or int(items.max()) >= grid.num_items):
-        bad = int(items[(items < 0) | (items >= grid.num_items)][0])
-        raise ParamInvalid(
-            f"block index {bad} is out of range: the cache has {grid.num_items} blocks (0..{grid.num_items - 1})"
-        )
+    check_indices(items, grid.num_items)
+    check_slices(grid.item_bytes, slices)
+
+
+def check_indices(items: Items, num_items: int) -> None:
+    """Raise ParamInvalid, naming the first bad one, unless all `items` are in 0..num_items-1."""
+    if len(items) and (int(items.min()) < 0 or int(items.max()) >= num_items):
+        bad = int(items[(items < 0) | (items >= num_items)][0])
+        raise ParamInvalid(f"block index {bad} is out of range: the cache has {num_items} blocks (0..{num_items - 1})")
+
+
+def check_slices(item_bytes: int, slices: Sequence[tuple[int, int]]) -> None:
+    """Raise ParamInvalid unless all (offset, num_bytes) lie in an item of `item_bytes`."""
     for offset, num_bytes in slices:
-        if offset < 0 or num_bytes < 1 or offset + num_bytes > grid.item_bytes:
-            raise ParamInvalid(
-                f"slice of {num_bytes} bytes at {offset} does not lie in an item of {grid.item_bytes} bytes"
-            )
+        if offset < 0 or num_bytes < 1 or offset + num_bytes > item_bytes:
+            raise ParamInvalid(f"slice of {num_bytes} bytes at {offset} does not lie in an item of {item_bytes} bytes")
 
 
 def merge_runs(local_items: Items, remote_items: Items) -> tuple[Items, Items]:
@@ -131,16 +141,19 @@ def expand(batch: Batch, local_base: dict[int, int], remote_base: dict[int, int]
         local_base: region id -> what to add to that region's offsets (an address, usually) on this side.
         remote_base: the same for the peer's regions.
     """
-    parts = [_expand_pair(batch, pair) for pair in batch.pairs]
-    local = [
-        p.local + (local_base[pair.local.region_id] + pair.local.offset_bytes)
-        for p, pair in zip(parts, batch.pairs, strict=True)
-    ]
-    remote = [
-        p.remote + (remote_base[pair.remote.region_id] + pair.remote.offset_bytes)
-        for p, pair in zip(parts, batch.pairs, strict=True)
-    ]
-    return CopyList(_concat(local), _concat(remote), _concat([p.num_bytes for p in parts]))
+    # The pairs of a batch nearly always have one shape (the layers of a model): then this is two outer sums.
+    shapes = [_pair_shape(pair) for pair in batch.pairs]
+    of_shape = {shape: _expand_pair(batch, pair) for shape, pair in dict(zip(shapes, batch.pairs, strict=True)).items()}
+    parts = [of_shape[shape] for shape in shapes]
+    local = [local_base[pair.local.region_id] + pair.local.offset_bytes for pair in batch.pairs]
+    remote = [remote_base[pair.remote.region_id] + pair.remote.offset_bytes for pair in batch.pairs]
+    if len(of_shape) == 1:
+        return _outer(parts[0], local, remote)
+    return CopyList(
+        _concat([part.local + base for part, base in zip(parts, local, strict=True)]),
+        _concat([part.remote + base for part, base in zip(parts, remote, strict=True)]),
+        _concat([part.num_bytes for part in parts]),
+    )
 
 
 def expand_side(items: Items, grid: Grid, slices: Sequence[tuple[int, int]]) -> tuple[Items, Items]:
@@ -155,6 +168,20 @@ def expand_side(items: Items, grid: Grid, slices: Sequence[tuple[int, int]]) -> 
     sizes = np.array([size for _, size in slices], dtype=np.int64)
     ranges = grid.offset_bytes + items[:, None] * grid.stride_bytes + offsets[None, :]
     return ranges.ravel(), np.tile(sizes, len(items))
+
+
+def _pair_shape(pair: GridPair) -> tuple[int, int, int, int]:
+    """What the ranges of a pair depend on, but for where its two grids start."""
+    return pair.local.stride_bytes, pair.local.item_bytes, pair.remote.stride_bytes, pair.remote.item_bytes
+
+
+def _outer(part: CopyList, local: Sequence[int], remote: Sequence[int]) -> CopyList:
+    """The same ranges from each of the starts, one start after the other."""
+    return CopyList(
+        np.add.outer(np.array(local, dtype=np.int64), part.local).ravel(),
+        np.add.outer(np.array(remote, dtype=np.int64), part.remote).ravel(),
+        np.tile(part.num_bytes, len(local)),
+    )
 
 
 def _expand_pair(batch: Batch, pair: GridPair) -> CopyList:

@@ -429,7 +429,15 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--model", type=Path, help="a local model folder instead of SmolLM2")
     parser.add_argument("--log-dir", type=Path, default=Path("logs/demo"))
     parsed = parser.parse_args(arguments)
-    return Options(parsed.router, parsed.connector, parsed.keep, parsed.model, parsed.log_dir.absolute())
+    if parsed.model is not None and not (parsed.model / "config.json").is_file():
+        parser.error(f"--model {parsed.model}: this folder has no config.json")
+    return Options(
+        parsed.router,
+        parsed.connector,
+        parsed.keep,
+        parsed.model and parsed.model.absolute(),
+        parsed.log_dir.absolute(),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

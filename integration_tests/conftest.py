@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM servers with tiny models; and the promise that the suite leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.vllm_pd.models import make_tiny_model
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything here starts servers: `make test-fast` leaves it out."""
+    for item in items:
+        if Path(item.fspath).parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.servers)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    return TinyModels(tmp_path_factory.mktemp("models"))
+
+
+class TinyModels:
+    """Random-weight models, each made once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __call__(self, kind: str) -> Path:
+        path = self._directory / kind
+        return path if path.exists() else make_tiny_model(kind, path)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """After the last test: no process of ours, no entry in /dev/shm, no listening port of a child."""
+    shm_before = set(os.listdir("/dev/shm"))
+    yield
+    leftovers = _wait_until_gone(lambda: [p.pid for p in psutil.Process().children(recursive=True) if _is_server(p)])
+    assert not leftovers, f"processes left: {leftovers}"
+    files = _wait_until_gone(lambda: sorted(set(os.listdir("/dev/shm")) - shm_before))
+    assert not files, f"/dev/shm entries left: {files}"
+
+
+def _is_server(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _wait_until_gone(find) -> list:
+    end = time.monotonic() + 15
+    while (found := find()) and time.monotonic() < end:
+        time.sleep(0.2)
+    return found
