@@ -15,15 +15,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar
 
-from ..errors import ClosedError
+from ..errors import ClosedError, TimedOut
 
 T = TypeVar("T")
 Handler = Callable[[int], None]
 
 READABLE, WRITABLE = select.EPOLLIN, select.EPOLLOUT
 _JOIN_TIMEOUT_S = 30.0
+_CALL_TIMEOUT_S = 30.0
 
 
 class IoLoop:
@@ -71,12 +73,18 @@ class IoLoop:
                 os.eventfd_write(self._wake_fd, 1)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run `function` in the loop's thread and return what it returns or raise what it raises."""
+        """Run `function` in the loop's thread and return what it returns or raise what it raises.
+
+        Raises ClosedError after `stop`.
+        """
         if self._inside:
             return function()
         result: Future[T] = Future()
         self.post(lambda: _resolve(result, function))
-        return result.result()
+        try:
+            return result.result(_CALL_TIMEOUT_S)
+        except FutureTimeoutError:
+            raise TimedOut("the tcp backend's io thread is stuck, perhaps in a completion callback") from None
 
     def watch(self, fd: int, events: int, handler: Handler) -> None:
         self._handlers[fd] = handler

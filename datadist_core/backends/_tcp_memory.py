@@ -2,8 +2,9 @@
 """A batch's memory on one side as a stream of bytes that is sent from, or received into, where it lies.
 
 The ranges of a grid are worked out when the stream reaches it, as NumPy arrays, so that a transfer of millions of
-ranges needs the memory for those of a single grid; grids with few ranges are taken together, to move in one call. The bytes are moved by `_copy/iov.c`; without the compiled
-library by `sendmsg` and `recvmsg_into` over memory views, made for at most `_MAX_IOVECS` ranges at a time.
+ranges needs the memory for those of a single grid; grids with few ranges are taken together, to move in one call.
+The bytes are moved by `_copy/iov.c`; without the compiled library by `sendmsg` and `recvmsg_into` over memory views,
+made for at most `_MAX_IOVECS` ranges at a time.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from ..errors import Cancelled, ClosedError, LLMException, PeerLost, ProtocolError, RemoteError
 from ..transfer.backend import BackendContext
 from ..transfer.plan import Op, check_items
+from ..types import Deadline
 from ._tcp_connection import Connection, Sink
 from ._tcp_frames import MAX_OPEN_REQUESTS, Header, Kind, Wanted, decode_request, encode_end, encode_frame
 from ._tcp_loop import IoLoop
@@ -55,11 +56,12 @@ class Workers:
         with self._lock:
             self._stopped = True
             threads, self._threads = self._threads, []
+        deadline = Deadline.after(_STOP_TIMEOUT_S)
         for _ in threads:
             self._tasks.put(None)
         for thread in threads:
             if thread is not threading.current_thread():
-                thread.join(_STOP_TIMEOUT_S)
+                thread.join(deadline.timeout())
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -68,9 +70,11 @@ class Workers:
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            task()
-            with self._lock:
-                self._num_pending -= 1
+            try:
+                task()
+            finally:
+                with self._lock:
+                    self._num_pending -= 1
 
 
 class Served:
