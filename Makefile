@@ -3,17 +3,19 @@
 # make demo KEEP=1     ... and the servers stay up until Ctrl-C
 # make test            everything, with real vLLM servers (minutes)
 # make test-fast       without servers
+# make bench           throughput and latency of the transfers; BENCH_ARGS=--help
 # make lint            ruff and mypy
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 DEMO_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast lint clean
+.PHONY: help venv demo test test-fast bench lint clean
 
 help:
-	@sed -n '2,6s/^# //p' Makefile
+	@sed -n '2,7s/^# //p' Makefile
 
 # bootstrap.py knows itself whether there is anything to do.
 venv:
@@ -27,6 +29,9 @@ test: venv
 
 test-fast: venv
 	$(VENV_PYTHON) -m pytest -m "not servers" $(TEST_ARGS)
+
+bench: venv
+	@$(VENV_PYTHON) -m datadist_core.bench $(BENCH_ARGS)
 
 lint: venv
 	$(VENV_PYTHON) -m ruff check

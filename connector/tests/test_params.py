@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 from vllm_datadist.messages import Endpoint, RemoteLease, RequestKey
-from vllm_datadist.params import Ticket, TicketError, asks_remote_decode, asks_remote_prefill, parse_ticket
+from vllm_datadist.params import (
+    PromptDigest,
+    Ticket,
+    TicketError,
+    asks_remote_decode,
+    asks_remote_prefill,
+    parse_ticket,
+)
 
 TICKET = Ticket(
     RemoteLease(
@@ -22,6 +29,7 @@ TICKET = Ticket(
     (32, 32),
     70,
     2,
+    PromptDigest(70, "0011"),
 )
 
 
@@ -94,6 +102,8 @@ def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("datadist.lease_s", "30"), "lease_s"),
         (_set("datadist.block_size", 32), "block_size"),
         (_set("datadist.block_size", [None]), "block_size"),
+        (_set("datadist.prompt_digest", None), "prompt_digest"),
+        (_set("datadist.prompt_tokens", -1), "prompt_tokens"),
         (_set("datadist.workers", []), "datadist.workers"),
         (_set("datadist.workers", "none"), "datadist.workers"),
         (_set("datadist.workers", [3]), "datadist.workers"),

@@ -30,7 +30,11 @@ class Request:
     num_prompt_tokens: int
     kv_transfer_params: dict[str, Any] | None = None
     num_computed_tokens: int = 0
+    prompt_token_ids: list[int] | None = None
     status: Any = field(default_factory=lambda: SimpleNamespace(name="RUNNING"))
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = list(range(self.num_prompt_tokens))
 
     def finished(self, status: str = "FINISHED_LENGTH_CAPPED") -> Request:
         self.status = SimpleNamespace(name=status)
@@ -220,8 +224,10 @@ def test_p_that_holds_less_or_more_than_the_prompt() -> None:
     side = _side()
     request = _arrived(side, 12, _ticket(8))
     assert side.num_new_matched_tokens(request, 0) == (8, True)
-    request = _arrived(side, 6, _ticket(8), "d-2")
-    assert side.num_new_matched_tokens(request, 0) == (6, True)
+    params = _ticket(8)
+    params["remote_num_tokens"] = 20
+    request = _arrived(side, 8, params, "d-2")
+    assert side.num_new_matched_tokens(request, 0) == (8, True)
 
 
 def test_a_second_call_after_the_load_changes_nothing() -> None:
@@ -261,6 +267,7 @@ def test_a_request_that_the_front_end_refused_releases_p() -> None:
     """vLLM sends it with one token and aborts it at once, so that P hears of it (B03)."""
     side = _side()
     request = Request("d-1", 1, _ticket(10))
+    request.abort_immediately = True
     side.on_new_request(request)
     side.request_finished(request.finished("FINISHED_ABORTED"), ([],))
     assert len(side.take_work().releases) == 1

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -21,6 +21,7 @@ class ConnectorConfig:
         port: 0 = any free port, which tickets then carry. Another value is the port of this engine's first
             worker; the others take the ports behind it.
         transfer_backend: "auto" = the best one that both ends can really use.
+        backend_options: per backend, what the core's `global_resource_config` takes, e.g. {"tcp": {"streams": 2}}.
         lease_s: how long P holds blocks that nobody renews.
         link_timeout_s: longest time for one attempt to link with a peer.
         load_timeout_s: longest time from the start of a load to its end, whatever happens.
@@ -30,6 +31,7 @@ class ConnectorConfig:
     host: str = ""
     port: int = 0
     transfer_backend: str = "auto"
+    backend_options: Mapping[str, Any] = field(default_factory=dict)
     lease_s: float = 30.0
     link_timeout_s: float = 10.0
     load_timeout_s: float = 60.0
@@ -38,7 +40,7 @@ class ConnectorConfig:
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
         """Raises ConfigError naming the setting, its value and what is accepted."""
-        known = [field.name for field in fields(cls)]
+        known = [one.name for one in fields(cls)]
         unknown = sorted(set(extra) - set(known))
         if unknown:
             raise ConfigError(
@@ -65,10 +67,17 @@ def _seconds(name: str, value: Any) -> float:
     return float(value)
 
 
+def _options(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(one, Mapping) for one in value.values()):
+        raise ConfigError(f"kv_connector_extra_config: {name} must be an object of objects by backend, not {value!r}")
+    return value
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "host": _text,
     "port": lambda name, value: _whole(name, value, 0, 65535),
     "transfer_backend": _text,
+    "backend_options": _options,
     "lease_s": _seconds,
     "link_timeout_s": _seconds,
     "load_timeout_s": _seconds,

@@ -7,8 +7,10 @@ The outer names are those that routers for vLLM's P/D mode already pass on; what
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from .messages import Endpoint, RemoteLease, RequestKey
@@ -23,12 +25,21 @@ class TicketError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptDigest:
+    """Enough of a prompt to see that another one differs. `digest` is "" where there are no token ids."""
+
+    num_tokens: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ticket:
     """What P promises: its lease, and where the KV cache of the first `num_tokens` tokens lies.
 
     Attributes:
         block_ids: per KV cache group, index = token position // block size; 0 = no block (out of the window).
         block_size: tokens per block of each group.
+        prompt: of the prompt that P has prefilled.
     """
 
     remote: RemoteLease
@@ -36,6 +47,7 @@ class Ticket:
     block_size: tuple[int, ...]
     num_tokens: int
     tp_size: int
+    prompt: PromptDigest
 
     def to_params(self) -> dict[str, Any]:
         remote, first = self.remote, self.remote.workers[0]
@@ -55,9 +67,19 @@ class Ticket:
                 "attempt": remote.key.attempt,
                 "lease_s": remote.lease_s,
                 "block_size": list(self.block_size),
+                "prompt_tokens": self.prompt.num_tokens,
+                "prompt_digest": self.prompt.digest,
                 "workers": [_endpoint_params(worker) for worker in remote.workers],
             },
         }
+
+
+def prompt_digest(token_ids: Sequence[int] | None, num_tokens: int) -> PromptDigest:
+    """Of the first `num_tokens` tokens; None = the prompt is not given as token ids."""
+    if token_ids is None:
+        return PromptDigest(num_tokens, "")
+    packed = array("q", token_ids[:num_tokens]).tobytes()
+    return PromptDigest(num_tokens, blake2b(packed, digest_size=16).hexdigest())
 
 
 def asks_remote_decode(params: Mapping[str, Any] | None) -> bool:
@@ -87,6 +109,7 @@ def parse_ticket(params: Mapping[str, Any]) -> Ticket:
         tuple(_block_ids(_items(own, "block_size", "datadist"), "datadist.block_size")),
         _count(params, "remote_num_tokens", "params"),
         _count(params, "tp_size", "params"),
+        PromptDigest(_count(own, "prompt_tokens", "datadist"), _get(own, "prompt_digest", str, "datadist")),
     )
 
 

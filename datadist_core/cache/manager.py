@@ -25,7 +25,7 @@ from ..memory.grid import Grid
 from ..memory.pool import PoolStats
 from ..transfer.backend import Backend
 from ..transfer.engine import TransferEngine
-from ..transfer.plan import Batch, GridPair, Items, Op, Slice, expand, whole_item
+from ..transfer.plan import Batch, CopyList, GridPair, Items, Op, Slice, expand, whole_item
 from ..types import Deadline, LLMRole, LLMStatusCode, Placement
 from ..wire.messages import Lookup
 from .cache import Cache, check_addrs
@@ -230,7 +230,10 @@ class CacheManager:
         return self._move(dst_cache_key, src_cache, transfer)
 
     def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
-        """Copy block `src` over each block of `copy_block_info[src]`, in every tensor of one blocks cache."""
+        """Copy block `src` over each block of `copy_block_info[src]`, in every tensor of one blocks cache.
+
+        All sources are read as they were before the call, also when a block is a source and a target.
+        """
         self._check_open()
         check_type("cache", cache, Cache)
         check_type("copy_block_info", copy_block_info, dict)
@@ -238,12 +241,7 @@ class CacheManager:
         with self._table.pinned(cache.cache_id) as entry:
             if not cache.is_blocks_cache:
                 raise ParamInvalid("cache is not a blocks cache; use copy_cache")
-            self._copy(
-                entry.grids,
-                entry.grids,
-                block_items("copy_block_info", sources),
-                block_items("copy_block_info", targets),
-            )
+            self._copy(entry.grids, block_items("copy_block_info", sources), block_items("copy_block_info", targets))
 
     # -- inside
 
@@ -307,13 +305,18 @@ class CacheManager:
         parts = None if slices is None else tuple(Slice(*one) for one in slices)
         return _Transfer(op, local_tensors, remote_tensors, local_items, remote_items, parts, deadline)
 
-    def _copy(self, src_grids: Sequence[Grid], dst_grids: Sequence[Grid], src: Items, dst: Items) -> None:
-        pairs = tuple(GridPair(local=d, remote=s) for s, d in zip(src_grids, dst_grids, strict=True))
-        batch = Batch(_NO_PEER, Op.READ, pairs, dst, src, whole_item(pairs[0].local.item_bytes), Deadline.never())
+    def _copy(self, grids: Sequence[Grid], src: Items, dst: Items) -> None:
+        if len(np.unique(dst)) != len(dst):
+            raise ParamInvalid("copy_block_info names a target block twice; each can be written once")
+        pairs = tuple(GridPair(local=grid, remote=grid) for grid in grids)
+        batch = Batch(_NO_PEER, Op.READ, pairs, dst, src, whole_item(grids[0].item_bytes), Deadline.never())
         batch.check()
-        bases = {g.region_id: self._store.region_address(g.region_id) for g in (*src_grids, *dst_grids)}
+        bases = {grid.region_id: self._store.region_address(grid.region_id) for grid in grids}
         ranges = expand(batch, bases, bases)
-        scatter_copy(ranges.local, ranges.remote, ranges.num_bytes)
+        if len(np.intersect1d(src, dst)) == 0:
+            scatter_copy(ranges.local, ranges.remote, ranges.num_bytes)
+        else:
+            _copy_through_buffer(ranges)
 
     def _free(self, cache_id: int) -> None:
         entry = self._table.retire(cache_id)
@@ -407,6 +410,14 @@ def block_items(name: str, blocks: Sequence[int]) -> Items:
     if int(items.min()) < 0:
         raise ParamInvalid(f"{name} holds the negative index {int(items.min())}")
     return np.ascontiguousarray(items, dtype=np.int64)
+
+
+def _copy_through_buffer(ranges: CopyList) -> None:
+    """For ranges whose sources and targets overlap."""
+    buffer = np.empty(ranges.total_bytes, dtype=np.uint8)
+    staged = buffer.ctypes.data + np.concatenate(([0], np.cumsum(ranges.num_bytes)[:-1]))
+    scatter_copy(staged, ranges.remote, ranges.num_bytes)
+    scatter_copy(ranges.local, staged, ranges.num_bytes)
 
 
 def _flatten_copies(copy_block_info: dict[int, list[int]]) -> tuple[list[int], list[int]]:

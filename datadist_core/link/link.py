@@ -267,9 +267,14 @@ class Link:
             future.set_result(message)
 
     def _on_found(self, message: m.Found) -> None:
+        try:
+            remote = RemoteCache(message.cache)
+        except LLMException as error:
+            self._answer(message.request_id, m.Failure(message.request_id, int(error.status_code), str(error)))
+            return
         # Known from this moment on: a Revoke that is right behind this message must find it.
         with self._lock:
-            self._remote.setdefault(message.cache.cache_id, RemoteCache(message.cache))
+            self._remote.setdefault(message.cache.cache_id, remote)
         self._answer(message.request_id, message)
 
     def _on_answer(self, message: m.Reply | m.Failure) -> None:

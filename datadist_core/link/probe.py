@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 BEACON_BYTES = 64
 _PAGE_SHIFT = 10
+#: Offsets are computed in int64; what a peer claims beyond this is no memory of this world.
+_MAX_REGION_BYTES = 1 << 56
 _ONE_ITEM = np.zeros(1, dtype=np.int64)
 
 
@@ -63,7 +65,7 @@ class BeaconMemory:
         """Read the peer's beacon. Raises Unreachable if other bytes come back, or the backend's own error."""
         scratch = self.pool.allocate(BEACON_BYTES)
         try:
-            pair = GridPair(self._grid(0, scratch.offset_bytes), grid_of(beacon.grid))
+            pair = GridPair(self._grid(0, scratch.offset_bytes), grid_of(beacon.grid, beacon.region.size_bytes))
             engine.run(
                 backend, Batch(peer_id, Op.READ, (pair,), _ONE_ITEM, _ONE_ITEM, whole_item(BEACON_BYTES), deadline)
             )
@@ -80,8 +82,11 @@ def grid_info(grid: Grid) -> GridInfo:
     return GridInfo(grid.grid_id, grid.region_id, grid.offset_bytes, grid.stride_bytes, grid.item_bytes, grid.num_items)
 
 
-def grid_of(info: GridInfo) -> Grid:
-    return Grid(info.grid_id, info.region_id, info.offset_bytes, info.stride_bytes, info.item_bytes, info.num_items)
+def grid_of(info: GridInfo, region_bytes: int) -> Grid:
+    """A peer's grid. ParamInvalid unless it is a sound layout within its region of `region_bytes`."""
+    grid = Grid(info.grid_id, info.region_id, info.offset_bytes, info.stride_bytes, info.item_bytes, info.num_items)
+    grid.check_inside(min(region_bytes, _MAX_REGION_BYTES))
+    return grid
 
 
 def region_info(exported: ExportedRegion) -> RegionInfo:

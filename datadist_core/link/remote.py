@@ -16,11 +16,15 @@ from .probe import grid_of
 
 
 class RemoteCache:
-    """A peer's cache. `backend_of` says, per region of it, which backend reaches that region."""
+    """A peer's cache. ParamInvalid if what the peer says of it is no sound layout.
+
+    `backend_of` says, per region of it, which backend reaches that region.
+    """
 
     def __init__(self, info: CacheInfo) -> None:
         self.info = info
-        self.grids: tuple[Grid, ...] = tuple(grid_of(g) for g in info.grids)
+        region_bytes = {region.region_id: region.size_bytes for region in info.regions}
+        self.grids: tuple[Grid, ...] = tuple(grid_of(g, region_bytes.get(g.region_id, 0)) for g in info.grids)
         self.backend_of: dict[int, Backend] = {}
         self._idle = threading.Condition()
         self._num_uses = 0

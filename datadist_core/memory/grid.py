@@ -31,7 +31,7 @@ class Grid:
 
     def check_inside(self, region_bytes: int) -> None:
         """Raise ParamInvalid unless the grid is well formed and lies in a region of `region_bytes`."""
-        if self.num_items < 1 or self.item_bytes < 1 or self.stride_bytes < self.item_bytes:
+        if self.num_items < 1 or not 1 <= self.item_bytes <= self.stride_bytes <= region_bytes:
             raise ParamInvalid(
                 f"grid {self.grid_id} is malformed: num_items={self.num_items}, item_bytes={self.item_bytes}, "
                 f"stride_bytes={self.stride_bytes}"

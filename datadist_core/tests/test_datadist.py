@@ -141,6 +141,17 @@ def test_copy_blocks_within_a_cache():
             np.testing.assert_array_equal(new[:4], old[:4])
 
 
+def test_copy_blocks_reads_all_sources_before_it_writes():
+    with make_end() as end:
+        cache = plain_cache(end, 13)
+        before = [t.copy() for t in cache.numpy()]
+        manager(end).copy_blocks(cache, {0: [1], 1: [2], 2: [0]})
+        for new, old in zip(cache.numpy(), before, strict=True):
+            np.testing.assert_array_equal(new[[1, 2, 0]], old[[0, 1, 2]])
+        with pytest.raises(LLMException, match="twice"):
+            manager(end).copy_blocks(cache, {0: [5], 1: [5]})
+
+
 def test_freed_caches_are_forgotten_by_peers_and_their_memory_returns(pair):
     prompt, decoder = pair
     empty = manager(prompt).pool_stats(Placement.HOST).used_bytes

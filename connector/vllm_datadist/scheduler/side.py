@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ..groups import GroupInfo, missing_position
 from ..messages import BlockTables, Endpoint, LeaseOpen, LoadJob, ReleaseJob, RemoteLease, StepWork, Watch
-from ..params import Ticket, TicketError, asks_remote_decode, asks_remote_prefill, parse_ticket
+from ..params import Ticket, TicketError, asks_remote_decode, asks_remote_prefill, parse_ticket, prompt_digest
 from .holds import HoldTable
 from .requests import Handoff, HandoffState, HandoffTable
 from .tallies import TokenTally
@@ -28,6 +28,7 @@ class RequestLike(Protocol):
     """What is read of a vLLM request."""
 
     request_id: str
+    prompt_token_ids: list[int] | None
     num_prompt_tokens: int
     num_computed_tokens: int
     status: Any
@@ -130,6 +131,7 @@ class SchedulerSide:
             tuple(group.block_tokens for group in self._facts.groups),
             max(0, num_tokens),
             self._facts.tp_size,
+            prompt_digest(request.prompt_token_ids, request.num_prompt_tokens),
         )
         return True, ticket.to_params()
 
@@ -177,7 +179,8 @@ class SchedulerSide:
             self._log.warning("request %s: unusable ticket, prefilling here: %s", request.request_id, error)
             return
         handoff = Handoff(self._holds.next_key(request.request_id), ticket, request.num_prompt_tokens)
-        handoff.refused = self._why_unfit(ticket)
+        is_refused_already = getattr(request, "abort_immediately", False)
+        handoff.refused = "" if is_refused_already else self._why_unfit(ticket, request)
         replaced = self._handoffs.add(handoff)
         if replaced is not None:
             self._work.ended.append(replaced.key)
@@ -192,15 +195,18 @@ class SchedulerSide:
         else:
             self._work.watches.append(Watch(handoff.key, handoff.ticket.remote))
 
-    def _why_unfit(self, ticket: Ticket) -> str:
+    def _why_unfit(self, ticket: Ticket, request: RequestLike) -> str:
         """Why this engine cannot use that ticket, with both values; "" if it can."""
         facts = self._facts
         block_size = tuple(group.block_tokens for group in facts.groups)
+        prompt = prompt_digest(request.prompt_token_ids, ticket.prompt.num_tokens)
+        is_comparable = bool(prompt.digest and ticket.prompt.digest)
         checks = (
             ("number of KV cache groups", len(facts.groups), len(ticket.block_ids)),
             ("block_size per group", block_size, ticket.block_size),
             ("tp_size", facts.tp_size, ticket.tp_size),
             ("number of workers", facts.tp_size * facts.pp_size, len(ticket.remote.workers)),
+            ("prompt_digest", prompt.digest, ticket.prompt.digest if is_comparable else prompt.digest),
         )
         return "; ".join(f"{name} is {ours} here and {theirs} at P" for name, ours, theirs in checks if ours != theirs)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 from datadist_core import (
     BlocksCacheKey,
@@ -42,14 +43,21 @@ class DataDistNode:
 
     Args:
         host, port: where to listen; port 0 = any free one, see `port`.
-        backend: the core's `transfer_backend`.
+        backend, backend_options: the core's `transfer_backend` and `global_resource_config`.
         pool_bytes: how much memory `allocate` may hand out; it costs nothing until used. 0 = no pool.
 
     Raises:
         ListenError: the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, backend: str, pool_bytes: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        backend: str,
+        pool_bytes: int,
+        backend_options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.host = host
         self.cluster_id = secrets.randbits(63) + 1
         self._datadist = LLMDataDist(LLMRole.MIX, self.cluster_id)
@@ -58,6 +66,7 @@ class DataDistNode:
         config.local_comm_res = ""
         config.listen_ip_info = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         config.transfer_backend = backend
+        config.global_resource_config = json.dumps(dict(backend_options))
         if pool_bytes > 0:
             config.host_mem_pool_cfg = json.dumps({"memory_size": _whole_pages(pool_bytes), "page_shift": _PAGE_SHIFT})
         try:
