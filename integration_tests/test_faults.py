@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
-from examples.vllm_pd.servers import VllmServer, completion, metrics, pd_completion, prefill, start_all
+from examples.vllm_pd.servers import Completion, VllmServer, completion, metrics, pd_completion, prefill, start_all
 from integration_tests.fleet import (
     FAILED_LOADS,
     KV_USAGE,
@@ -129,13 +131,21 @@ def test_a_malformed_ticket_means_a_local_prefill(fleet: FaultyFleet) -> None:
         assert got.token_ids == _alone(fleet.prefill, prompt)
 
 
-def test_several_answers_of_one_prompt(fleet: FaultyFleet) -> None:
-    prompt = random_prompt(2 * BLOCK + 3, "several")
+@pytest.mark.parametrize("num_answers", [1, 3, 8])
+def test_several_answers_of_one_prompt(fleet: FaultyFleet, num_answers: int) -> None:
+    """All sequences of one request come with the same ticket; the first loads, the others follow it."""
+    prompt = random_prompt(2 * BLOCK + 3, ("several", num_answers))
+    sampling = {"n": num_answers, "temperature": 1.0, "seed": 5}
+    wanted = completion(fleet.prefill.base_url, prompt, NUM_TOKENS, cache_salt="alone", **sampling)
     ticket = prefill(fleet.prefill.base_url, prompt).kv_transfer_params
-    got = completion(fleet.recomputing.base_url, prompt, NUM_TOKENS, kv_transfer_params=ticket, n=3)
-    wanted = _alone(fleet.prefill, prompt)
-    assert [choice["token_ids"] for choice in got.raw["choices"]] == [wanted] * 3
-    wait_until_blocks_are_free(fleet.prefill, fleet.recomputing, seconds=LEASE_S + 10)
+    got = completion(fleet.failing.base_url, prompt, NUM_TOKENS, kv_transfer_params=ticket, **sampling)
+    assert _texts(got) == _texts(wanted)
+    assert len(_texts(got)) == num_answers
+    wait_until_blocks_are_free(fleet.prefill, fleet.failing, seconds=LEASE_S / 2)
+
+
+def _texts(answer: Completion) -> list[str]:
+    return [choice["text"] for choice in sorted(answer.raw["choices"], key=lambda choice: choice["index"])]
 
 
 def test_the_prefill_server_is_killed_and_started_again(fleet: FaultyFleet, models, tmp_path) -> None:
@@ -150,19 +160,17 @@ def test_the_prefill_server_is_killed_and_started_again(fleet: FaultyFleet, mode
                 pd_completion(short_lived.base_url, fleet.recomputing.base_url, prompt, NUM_TOKENS).token_ids == wanted
             )
             ticket = prefill(short_lived.base_url, prompt).kv_transfer_params
-            for one in reversed(short_lived.pids()):
-                _kill(one)
+            _kill_engine(short_lived)
             got = completion(fleet.recomputing.base_url, prompt, NUM_TOKENS, kv_transfer_params=ticket)
             assert got.token_ids == wanted
     assert fleet.recomputing.pid == pid
     assert metrics(fleet.recomputing.base_url)[KV_USAGE] == pytest.approx(0.0)
 
 
-def _kill(pid: int) -> None:
-    import os
-    import signal
-
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+def _kill_engine(server: VllmServer) -> None:
+    """SIGKILL everything of a server but Python's resource trackers, which remove vLLM's own shared memory."""
+    for pid in reversed(server.pids()):
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if "resource_tracker" not in " ".join(process.cmdline()):
+                process.kill()

@@ -226,6 +226,7 @@ def test_p_that_holds_less_or_more_than_the_prompt() -> None:
     assert side.num_new_matched_tokens(request, 0) == (8, True)
     params = _ticket(8)
     params["remote_num_tokens"] = 20
+    side = _side()
     request = _arrived(side, 8, params, "d-2")
     assert side.num_new_matched_tokens(request, 0) == (8, True)
 
@@ -355,6 +356,25 @@ def test_a_ticket_that_does_not_fit_is_released_and_named(
     assert side.num_new_matched_tokens(request, 0) == (0, False)
     side.update_state_after_alloc(request, _blocks([1, 2, 3]), 0)
     assert not side.has_work()
+
+
+def test_a_ticket_of_another_prompt_is_released_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    side = _side()
+    request = Request("d-1", 10, _ticket(10))
+    request.prompt_token_ids[9] = 77
+    with caplog.at_level(logging.WARNING):
+        side.on_new_request(request)
+    assert "prompt_digest" in caplog.text
+    assert len(side.take_work().releases) == 1
+    assert side.num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_prompts_without_token_ids_are_not_compared() -> None:
+    side = _side()
+    request = Request("d-1", 10, _ticket(10))
+    request.prompt_token_ids = None
+    side.on_new_request(request)
+    assert side.num_new_matched_tokens(request, 0) == (10, True)
 
 
 @pytest.mark.parametrize(

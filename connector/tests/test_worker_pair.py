@@ -37,6 +37,7 @@ GROUP = GroupInfo(0, TOKENS, None, LAYERS)
 LAYER_BYTES = NUM_BLOCKS * HEADS * TOKENS * CONTENT * 4
 LIMITS = LoadLimits(load_timeout_s=20.0, link_timeout_s=5.0, num_threads=2)
 LEASE_S = 30.0
+ALONE = WorkerPlace(0, 0, 1, 1)
 log = logging.getLogger("test")
 
 
@@ -58,9 +59,15 @@ def _describe(**changes: object) -> Description:
     return Description(**{**fields, **changes})
 
 
-def _start(backend: str = "auto", in_pool: bool = True, limits: LoadLimits = LIMITS, **changes: object) -> Worker:
+def _start(
+    backend: str = "auto",
+    in_pool: bool = True,
+    limits: LoadLimits = LIMITS,
+    place: WorkerPlace = ALONE,
+    **changes: object,
+) -> Worker:
     node = DataDistNode("127.0.0.1", 0, backend, len(LAYERS) * LAYER_BYTES)
-    side = WorkerSide(node, WorkerPlace(0, 0, 1, 1), limits, log)
+    side = WorkerSide(node, place, limits, log)
     size = len(LAYERS) * LAYER_BYTES
     if in_pool:
         with side.place_kv_cache(size):
@@ -288,6 +295,40 @@ def test_a_watched_lease_outlives_its_time(workers: Callable[..., Worker]) -> No
     assert p.side.leases.num_active == 1
     d.side.start(StepWork(ended=[RequestKey("d-1", 1)]))
     assert _results(p, lambda results: bool(results.sent)).sent == {"p-1"}
+
+
+def _ranks(workers: Callable[..., Worker], count: int) -> list[Worker]:
+    return [workers(place=WorkerPlace(0, rank, count, count), tp_size=count, tp_rank=rank) for rank in range(count)]
+
+
+def test_each_rank_loads_from_its_counterpart(workers: Callable[..., Worker]) -> None:
+    ps, ds = _ranks(workers, 2), _ranks(workers, 2)
+    for rank, p in enumerate(ps):
+        _fill(p)
+        p.tensors[LAYERS[0]].mul_(rank + 1)
+    remote = replace(_lease(ps[0]), workers=tuple(p.side.endpoint for p in reversed(ps)))
+    for p in ps:
+        p.side.start(StepWork(leases=[LeaseOpen(remote.key, LEASE_S)]))
+    for d in ds:
+        d.side.start(StepWork(loads=[_job(remote, [4], [6])]))
+    for p, d in zip(ps, ds, strict=True):
+        assert not _results(d, lambda results: bool(results.received)).failed
+        assert torch.equal(d.blocks([6]), p.blocks([4]))
+        assert _results(p, lambda results: bool(results.sent)).sent == {"p-1"}
+    assert not torch.equal(ds[0].blocks([6]), ds[1].blocks([6]))
+
+
+@pytest.mark.parametrize(("num_p", "num_d"), [(3, 1), (1, 2)])
+def test_all_ranks_of_p_are_released_however_many_d_has(workers: Callable[..., Worker], num_p: int, num_d: int) -> None:
+    ps, ds = _ranks(workers, num_p), _ranks(workers, num_d)
+    remote = replace(_lease(ps[0]), workers=tuple(p.side.endpoint for p in ps))
+    for p in ps:
+        p.side.start(StepWork(leases=[LeaseOpen(remote.key, LEASE_S)]))
+    for d in ds:
+        d.side.start(StepWork(releases=[ReleaseJob(RequestKey("d-1", 1), remote)]))
+    # A rank of another layout is refused by its description, but a link is all that a release needs.
+    for p in ps:
+        assert _results(p, lambda results: bool(results.sent)).sent == {"p-1"}
 
 
 def test_closing_leaves_no_thread(workers: Callable[..., Worker]) -> None:

@@ -122,6 +122,8 @@ class Link:
         self._down_error: LLMException | None = None
         #: Set once the link is usable at this end; what the peer asks for earlier waits for it.
         self.established = threading.Event()
+        #: We have asked the peer to part: that its end closes is no loss.
+        self.parting = False
         channel.on_message = self._on_message
         channel.on_closed = self._on_closed
 

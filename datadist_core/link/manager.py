@@ -392,7 +392,7 @@ class LinkManager:
             if was_linked:
                 del self._links[link.peer.cluster_id]
                 self._failures[link.peer.cluster_id] = error
-        if was_linked and not isinstance(error, ClosedError):
+        if was_linked and not link.parting and not isinstance(error, ClosedError):
             logger.warning("the link to cluster %d is gone: %s", link.peer.cluster_id, error)
             self._on_link_lost(link.peer.cluster_id, error)
 
@@ -450,6 +450,7 @@ class LinkManager:
         if not link.wait_idle(deadline):
             logger.warning("unlinking cluster %d while a transfer is running", link.peer.cluster_id)
             return LLMStatusCode.LLM_UNLINK_FAILED
+        link.parting = True
         try:
             link.send(m.Unlink())
             wait_for(link.expect(m.Unlinked), deadline, "the peer did not confirm the unlink in time")

@@ -5,6 +5,9 @@
     QUEUED   --nothing to load------------->   SETTLED
     any      --request finished------------>   removed (LOADING: when the workers are done)
 
+A ticket is good for one load. Several requests may come with the same one (n > 1): the first is the leader, the others
+follow it: they wait until its load has ended, and then go on from this engine's own prefix cache.
+
 vLLM stops the engine with an assertion when it hears of the end of a load it does not know. So ids that the table
 has seen the end of are remembered for a while, and dropped from later reports.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from ..messages import RequestKey
 from ..params import Ticket
@@ -25,6 +29,14 @@ class HandoffState(Enum):
     SETTLED = "settled"
 
 
+@dataclass(frozen=True, slots=True)
+class TicketId:
+    """What makes a ticket one of a kind: P's incarnation, and the request and attempt there."""
+
+    engine_id: str
+    key: RequestKey
+
+
 @dataclass(slots=True)
 class Handoff:
     """One request that came with a ticket.
@@ -32,6 +44,7 @@ class Handoff:
     Attributes:
         refused: why its ticket cannot be used; "" if it can.
         num_remote_tokens: tokens being loaded or loaded from P.
+        leader: the request whose load this one waits for; None if it loads itself.
         is_gone: vLLM has finished the request; only the end of the load is awaited.
         is_aborted: it was finished because nobody wants it any more: how the load ends is of no interest.
     """
@@ -42,6 +55,7 @@ class Handoff:
     state: HandoffState = HandoffState.QUEUED
     refused: str = ""
     num_remote_tokens: int = 0
+    leader: RequestKey | None = None
     is_gone: bool = False
     is_aborted: bool = False
 
@@ -52,6 +66,7 @@ class HandoffTable:
     def __init__(self, max_remembered: int = 4096) -> None:
         self._current: dict[str, Handoff] = {}
         self._reported: OrderedDict[str, None] = OrderedDict()
+        self._leaders: OrderedDict[TicketId, RequestKey] = OrderedDict()
         self._max_remembered = max_remembered
 
     def __len__(self) -> int:
@@ -63,6 +78,19 @@ class HandoffTable:
         self._current[handoff.key.request_id] = handoff
         self._reported.pop(handoff.key.request_id, None)
         return replaced
+
+    def lead(self, handoff: Handoff) -> None:
+        """Make it the leader of its ticket, or a follower of the request that came with the same ticket before."""
+        ticket_id = TicketId(handoff.ticket.remote.engine_id, handoff.ticket.remote.key)
+        handoff.leader = self._leaders.get(ticket_id)
+        if handoff.leader is None:
+            self._leaders[ticket_id] = handoff.key
+            _forget_oldest(self._leaders, self._max_remembered)
+
+    def must_wait(self, handoff: Handoff) -> bool:
+        """Whether the leader that it follows has not ended its load yet."""
+        leader = None if handoff.leader is None else self._current.get(handoff.leader.request_id)
+        return leader is not None and leader.key == handoff.leader and leader.state is not HandoffState.SETTLED
 
     def get(self, request_id: str) -> Handoff | None:
         return self._current.get(request_id)
@@ -91,5 +119,9 @@ class HandoffTable:
 
     def _remember(self, request_id: str) -> None:
         self._reported[request_id] = None
-        while len(self._reported) > self._max_remembered:
-            self._reported.popitem(last=False)
+        _forget_oldest(self._reported, self._max_remembered)
+
+
+def _forget_oldest(table: OrderedDict[Any, Any], max_entries: int) -> None:
+    while len(table) > max_entries:
+        table.popitem(last=False)

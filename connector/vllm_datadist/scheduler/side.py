@@ -91,11 +91,16 @@ class SchedulerSide:
         if params is not None and asks_remote_prefill(params):
             self._accept_ticket(request, params)
 
-    def num_new_matched_tokens(self, request: RequestLike, num_computed_tokens: int) -> tuple[int, bool]:
-        """(tokens that can be loaded beyond `num_computed_tokens`, whether asynchronously). Changes nothing."""
+    def num_new_matched_tokens(self, request: RequestLike, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """(tokens that can be loaded beyond `num_computed_tokens`, whether asynchronously). Changes nothing.
+
+        None = ask again later: a request with the same ticket is being loaded.
+        """
         handoff = self._handoffs.queued(request.request_id)
         if handoff is None or handoff.refused:
             return 0, False
+        if handoff.leader is not None:
+            return (None if self._handoffs.must_wait(handoff) else 0), False
         count = self._end_token(handoff) - num_computed_tokens
         if count <= 0 or self._why_not_loadable(handoff, num_computed_tokens):
             return 0, False
@@ -181,6 +186,7 @@ class SchedulerSide:
         handoff = Handoff(self._holds.next_key(request.request_id), ticket, request.num_prompt_tokens)
         is_refused_already = getattr(request, "abort_immediately", False)
         handoff.refused = "" if is_refused_already else self._why_unfit(ticket, request)
+        self._handoffs.lead(handoff)
         replaced = self._handoffs.add(handoff)
         if replaced is not None:
             self._work.ended.append(replaced.key)
@@ -192,7 +198,7 @@ class SchedulerSide:
                 "request %s: ticket does not fit, prefilling here: %s", handoff.key.request_id, handoff.refused
             )
             self._settle_without_load(handoff)
-        else:
+        elif handoff.leader is None:
             self._work.watches.append(Watch(handoff.key, handoff.ticket.remote))
 
     def _why_unfit(self, ticket: Ticket, request: RequestLike) -> str:
@@ -246,7 +252,8 @@ class SchedulerSide:
         self._log.debug("request %s: 0 tokens from P, %d here", handoff.key.request_id, handoff.num_prompt_tokens)
 
     def _release(self, handoff: Handoff) -> None:
-        self._work.releases.append(ReleaseJob(handoff.key, handoff.ticket.remote))
+        if handoff.leader is None:
+            self._work.releases.append(ReleaseJob(handoff.key, handoff.ticket.remote))
 
     def _drop_handoff(self, request: RequestLike) -> None:
         """The request is gone from vLLM, for whatever reason."""

@@ -227,8 +227,8 @@ class LoadRunner:
     def _release_unused(self, job: ReleaseJob, endpoint: Endpoint) -> None:
         deadline = Deadline.after(self._limits.link_timeout_s)
         try:
-            self._peers.ready(endpoint, deadline)
-            self._leases.release(endpoint, [job.remote.key], deadline)
+            with self._peers.linked(endpoint, deadline):
+                self._leases.release(endpoint, [job.remote.key], deadline)
         except LLMException as error:
             self._log.info(
                 "request %s: P was not told that nothing is needed (%s); its lease ends by itself",

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from datadist_core.errors import LinkFailed, LLMException, TimedOut
+from datadist_core.errors import LinkFailed, LLMException, RemoteError, TimedOut
 from datadist_core.types import Deadline
 
 from ..description import Description, Incompatible, check_compatible, decode, encode
@@ -83,6 +84,20 @@ class PeerDirectory:
         except FutureTimeout as error:
             raise TimedOut(f"no link to {_place(endpoint)} in time") from error
 
+    @contextmanager
+    def linked(self, endpoint: Endpoint, deadline: Deadline) -> Iterator[None]:
+        """A link for a call that even a peer that does not fit understands. One thread at a time."""
+        try:
+            self.ready(endpoint, deadline)
+        except Incompatible:
+            self._maker.link(endpoint, deadline.remaining_s())
+            try:
+                yield
+            finally:
+                self._maker.unlink(endpoint)
+        else:
+            yield
+
     def drop(self, peer: Peer) -> None:
         """Forget this link after trouble on it, unless a fresh one has replaced it already."""
         with self._lock:
@@ -126,7 +141,12 @@ class PeerDirectory:
 
     def _exchange_descriptions(self, endpoint: Endpoint, deadline: Deadline) -> Peer:
         ours = self._describe()
-        reply = self._maker.call(endpoint.cluster_id, DESCRIBE, encode(ours), deadline.remaining_s())
+        try:
+            reply = self._maker.call(endpoint.cluster_id, DESCRIBE, encode(ours), deadline.remaining_s())
+        except RemoteError as error:
+            if error.status_code is Incompatible.default_code:
+                raise Incompatible(f"the peer refuses: {error}") from error
+            raise
         theirs = decode(reply)
         check_compatible(ours, theirs)
         return Peer(endpoint, theirs)

@@ -21,6 +21,8 @@ from ..messages import Endpoint, LeaseState, RemoteLease, RequestKey
 from .lease_calls import CALL_TIMEOUT_S, LeaseCalls
 from .peers import PeerDirectory
 
+#: How soon to look again for a link that is not there yet.
+LINK_POLL_S = 0.5
 _ENDED = (LeaseState.EXPIRED, LeaseState.RELEASED)
 
 
@@ -85,6 +87,13 @@ class Renewals:
             for endpoint, watched in due.items():
                 self._renew(endpoint, watched)
 
+    def _look_again_soon(self, watched: list[_Watched]) -> None:
+        """The link is being made, or could not be made this time."""
+        soon_s = time.monotonic() + LINK_POLL_S
+        with self._changed:
+            for lease in watched:
+                lease.due_s = min(lease.due_s, soon_s)
+
     def _await_due(self) -> dict[Endpoint, list[_Watched]] | None:
         """Leases to renew now, by peer; None when closed."""
         with self._changed:
@@ -104,6 +113,7 @@ class Renewals:
     def _renew(self, endpoint: Endpoint, watched: list[_Watched]) -> None:
         future = self._peers.prepare(endpoint)
         if not future.done() or future.exception() is not None:
+            self._look_again_soon(watched)
             return
         try:
             states = self._leases.renew(endpoint, [w.remote.key for w in watched], Deadline.after(CALL_TIMEOUT_S))

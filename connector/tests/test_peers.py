@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who links when: attempts are shared, failures are forgotten, refusals are remembered. The core is a stand-in."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+import pytest
+from vllm_datadist.description import PROTOCOL_VERSION, Description, Incompatible, encode
+from vllm_datadist.messages import Endpoint
+from vllm_datadist.worker.peers import Peer, PeerDirectory
+
+from datadist_core.errors import LinkFailed, LLMException, RemoteError, TimedOut
+from datadist_core.types import Deadline, LLMStatusCode
+
+P = Endpoint(0, 0, "10.0.0.1", 5000, 11)
+RESTARTED_P = Endpoint(0, 0, "10.0.0.1", 5000, 12)
+OURS = Description(
+    version=PROTOCOL_VERSION, model="tiny", revision=None, quantization=None, dtype="f", cache_dtype="auto",
+    use_mla=False, speculative="none", tp_size=1, pp_size=1, tp_rank=0, pp_rank=0, model_config={}, caches=[],
+)  # fmt: skip
+
+
+class StandInCore:
+    """Links when `gate` is open, as `outcomes` says (one per attempt, then success)."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.outcomes: list[LLMException] = []
+        self.linked: list[int] = []
+        self.unlinked: list[int] = []
+        self.theirs = OURS
+        self.refusal: RemoteError | None = None
+
+    def link(self, endpoint: Endpoint, timeout_s: float) -> str:
+        assert self.gate.wait(30)
+        self.linked.append(endpoint.cluster_id)
+        if self.outcomes:
+            raise self.outcomes.pop(0)
+        return "over nothing"
+
+    def unlink(self, endpoint: Endpoint) -> None:
+        self.unlinked.append(endpoint.cluster_id)
+
+    def call(self, cluster_id: int, name: str, body: bytes, timeout_s: float) -> bytes:
+        if self.refusal is not None:
+            raise self.refusal
+        return encode(self.theirs)
+
+
+@pytest.fixture
+def core() -> StandInCore:
+    return StandInCore()
+
+
+@pytest.fixture
+def peers(core: StandInCore) -> PeerDirectory:
+    return PeerDirectory(core, lambda: OURS, 5.0, logging.getLogger("test"))
+
+
+def _soon() -> Deadline:
+    return Deadline.after(30)
+
+
+def test_all_who_wait_share_one_attempt(core: StandInCore, peers: PeerDirectory) -> None:
+    core.gate.clear()
+    futures = [peers.prepare(P) for _ in range(8)]
+    core.gate.set()
+    assert len({id(future.result(30)) for future in futures}) == 1
+    assert core.linked == [11]
+    assert peers.ready(P, _soon()) is futures[0].result()
+
+
+def test_all_who_wait_share_a_failure_and_the_next_use_tries_again(core: StandInCore, peers: PeerDirectory) -> None:
+    core.gate.clear()
+    core.outcomes = [LinkFailed("refused")]
+    futures = [peers.prepare(P) for _ in range(8)]
+    core.gate.set()
+    assert {str(future.exception(30)) for future in futures} == {"refused"}
+    assert core.linked == [11]
+    assert peers.ready(P, _soon()).endpoint == P
+    assert core.linked == [11, 11]
+
+
+def test_one_who_waits_gives_up_at_its_own_deadline(core: StandInCore, peers: PeerDirectory) -> None:
+    core.gate.clear()
+    with pytest.raises(TimedOut, match=r"10\.0\.0\.1:5000"):
+        peers.ready(P, Deadline.after(0.01))
+    core.gate.set()
+    assert peers.ready(P, _soon()).endpoint == P
+    assert core.linked == [11]
+
+
+def test_a_peer_that_does_not_fit_is_unlinked_and_not_asked_again(core: StandInCore, peers: PeerDirectory) -> None:
+    core.theirs = msgspec.structs.replace(OURS, dtype="g")
+    for _ in range(2):
+        with pytest.raises(Incompatible, match="dtype is 'f' here and 'g' at the peer"):
+            peers.ready(P, _soon())
+    assert (core.linked, core.unlinked) == ([11], [11])
+
+
+def test_a_peer_that_refuses_us_is_not_asked_again(core: StandInCore, peers: PeerDirectory) -> None:
+    core.refusal = RemoteError("dtype is 'g' here and 'f' at the peer", LLMStatusCode.LLM_PARAM_INVALID)
+    for _ in range(2):
+        with pytest.raises(Incompatible, match="the peer refuses: dtype is 'g' here"):
+            peers.ready(P, _soon())
+    assert core.linked == [11]
+
+
+def test_a_peer_that_is_still_starting_is_asked_again(core: StandInCore, peers: PeerDirectory) -> None:
+    core.refusal = RemoteError("still starting", LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+    with pytest.raises(RemoteError, match="still starting"):
+        peers.ready(P, _soon())
+    core.refusal = None
+    assert peers.ready(P, _soon()).endpoint == P
+
+
+def test_a_peer_that_does_not_fit_is_linked_for_as_long_as_a_call_takes(
+    core: StandInCore, peers: PeerDirectory
+) -> None:
+    core.theirs = msgspec.structs.replace(OURS, dtype="g")
+    with peers.linked(P, _soon()):
+        assert (core.linked, core.unlinked) == ([11, 11], [11])
+    assert core.unlinked == [11, 11]
+
+
+def test_a_restarted_peer_is_another_one_and_replaces_what_was_there(core: StandInCore, peers: PeerDirectory) -> None:
+    peers.ready(P, _soon())
+    peers.ready(RESTARTED_P, _soon())
+    assert (core.unlinked, peers.num_peers()) == ([11], 1)
+
+
+def test_a_dropped_link_is_made_anew_and_dropped_once(core: StandInCore, peers: PeerDirectory) -> None:
+    old = peers.ready(P, _soon())
+    peers.drop(old)
+    new = peers.ready(P, _soon())
+    peers.drop(old)
+    assert (core.linked, core.unlinked) == ([11, 11], [11])
+    assert peers.ready(P, _soon()) is new
+
+
+def test_a_link_that_the_core_lost_is_made_anew(core: StandInCore, peers: PeerDirectory) -> None:
+    peers.ready(P, _soon())
+    peers.lost(P.cluster_id)
+    peers.lost(999)
+    peers.ready(P, _soon())
+    assert core.linked == [11, 11]
+
+
+def test_a_fault_in_an_attempt_reaches_those_who_wait(core: StandInCore, peers: PeerDirectory) -> None:
+    link: Callable[[Endpoint, float], str] = core.link
+
+    def broken(endpoint: Endpoint, timeout_s: float) -> str:
+        core.link = link  # type: ignore[method-assign]
+        raise ZeroDivisionError("a fault")
+
+    core.link = broken  # type: ignore[method-assign]
+    future: Future[Peer] = peers.prepare(P)
+    assert isinstance(future.exception(30), ZeroDivisionError)
+    assert peers.ready(P, _soon()).endpoint == P
