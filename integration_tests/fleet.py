@@ -40,7 +40,7 @@ def random_prompt(num_tokens: int, seed: object) -> list[int]:
 
 @dataclass(frozen=True)
 class Fleet:
-    """`single` has no connector: what it says is right."""
+    """What `single` says is right: it computes every prompt itself. It has no connector, or it is P asked directly."""
 
     single: VllmServer
     prefill: VllmServer
@@ -48,7 +48,8 @@ class Fleet:
     block_size: int
 
     def expected(self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> list[int]:
-        return completion(self.single.base_url, prompt, num_tokens).token_ids
+        # The salt keeps this prompt apart from those that are handed off, also in a prefix cache they share.
+        return completion(self.single.base_url, prompt, num_tokens, cache_salt="alone").token_ids
 
     def handed_off(self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> Completion:
         return pd_completion(self.prefill.base_url, self.decode.base_url, prompt, num_tokens)
@@ -99,9 +100,13 @@ def running_fleet(
     extra: Mapping[str, Any] | None = None,
     args: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
+    plain_single: bool = False,
     **fields: Any,
 ) -> Iterator[Fleet]:
-    """Three servers, started side by side. `fields` go into --kv-transfer-config, `extra` into its extra config."""
+    """P and D, started side by side. `fields` go into --kv-transfer-config, `extra` into its extra config.
+
+    `plain_single`: a third server, without a connector, to compare with.
+    """
 
     def server(name: str, transfer: dict[str, Any] | None) -> VllmServer:
         return VllmServer(
@@ -114,8 +119,8 @@ def running_fleet(
             log_dir=log_dir,
         )
 
-    single = server("single", None)
     prefill = server("prefill", config("kv_producer", extra, **fields))
     decode = server("decode", config("kv_consumer", extra, **fields))
-    with start_all([single, prefill, decode]):
+    single = server("single", None) if plain_single else prefill
+    with start_all(list(dict.fromkeys([single, prefill, decode]))):
         yield Fleet(single, prefill, decode, block_size)

@@ -58,7 +58,7 @@ def test_behind_a_router(tcp_fleet: Fleet, frontend, tmp_path) -> None:
             got = completion(router.base_url, prompt, 12, model="model")
         assert got.token_ids == tcp_fleet.expected(prompt)
         question = f"{frontend.__name__} says a few words, long enough for two blocks of the cache"
-        wanted = "".join(p.text for p in chat_stream(tcp_fleet.single.base_url, question, 12))
+        wanted = "".join(p.text for p in chat_stream(tcp_fleet.single.base_url, question, 12, cache_salt="alone"))
         pieces = list(chat_stream(router.base_url, question, 12, model="model"))
         assert "".join(p.text for p in pieces) == wanted
     wait_until_blocks_are_free(tcp_fleet.prefill, tcp_fleet.decode)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+
 from vllm_datadist.config import ConfigError, ConnectorConfig
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from vllm_datadist.description import (
     PROTOCOL_VERSION,
     CacheDescription,

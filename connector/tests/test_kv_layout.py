@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from vllm_datadist.groups import GroupInfo
 from vllm_datadist.worker.kv_layout import HeadShare, LayoutError, describe_caches
 

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+
 from vllm_datadist.worker.memory import KvCachePlacement, PoolMemory, tensor_over
 from vllm_datadist.worker.side import UnsupportedMemory, check_memory
 

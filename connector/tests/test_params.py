@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from vllm_datadist.messages import Endpoint, RemoteLease, RequestKey
 from vllm_datadist.params import (
     PromptDigest,

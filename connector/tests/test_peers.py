@@ -10,12 +10,12 @@ from concurrent.futures import Future
 
 import msgspec
 import pytest
+
+from datadist_core.errors import CacheNotExist, LinkFailed, LLMException, ParamInvalid, TimedOut
+from datadist_core.types import Deadline
 from vllm_datadist.description import PROTOCOL_VERSION, Description, Incompatible, encode
 from vllm_datadist.messages import Endpoint
 from vllm_datadist.worker.peers import Peer, PeerDirectory
-
-from datadist_core.errors import LinkFailed, LLMException, RemoteError, TimedOut
-from datadist_core.types import Deadline, LLMStatusCode
 
 P = Endpoint(0, 0, "10.0.0.1", 5000, 11)
 RESTARTED_P = Endpoint(0, 0, "10.0.0.1", 5000, 12)
@@ -35,7 +35,7 @@ class StandInCore:
         self.linked: list[int] = []
         self.unlinked: list[int] = []
         self.theirs = OURS
-        self.refusal: RemoteError | None = None
+        self.refusal: LLMException | None = None
 
     def link(self, endpoint: Endpoint, timeout_s: float) -> str:
         assert self.gate.wait(30)
@@ -105,16 +105,16 @@ def test_a_peer_that_does_not_fit_is_unlinked_and_not_asked_again(core: StandInC
 
 
 def test_a_peer_that_refuses_us_is_not_asked_again(core: StandInCore, peers: PeerDirectory) -> None:
-    core.refusal = RemoteError("dtype is 'g' here and 'f' at the peer", LLMStatusCode.LLM_PARAM_INVALID)
+    core.refusal = ParamInvalid("the peer answered: dtype is 'g' here and 'f' at the peer")
     for _ in range(2):
-        with pytest.raises(Incompatible, match="the peer refuses: dtype is 'g' here"):
+        with pytest.raises(Incompatible, match="refused: the peer answered: dtype is 'g' here"):
             peers.ready(P, _soon())
     assert core.linked == [11]
 
 
 def test_a_peer_that_is_still_starting_is_asked_again(core: StandInCore, peers: PeerDirectory) -> None:
-    core.refusal = RemoteError("still starting", LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
-    with pytest.raises(RemoteError, match="still starting"):
+    core.refusal = CacheNotExist("still starting")
+    with pytest.raises(CacheNotExist, match="still starting"):
         peers.ready(P, _soon())
     core.refusal = None
     assert peers.ready(P, _soon()).endpoint == P

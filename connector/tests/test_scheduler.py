@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from vllm_datadist.groups import GroupInfo
 from vllm_datadist.messages import Endpoint, StepWork
 from vllm_datadist.scheduler.side import EngineFacts, SchedulerSide

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+
 from vllm_datadist.worker.topology import (
     BlockSlice,
     LayerDescription,

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 import torch
+
+from datadist_core.errors import LLMException
 from vllm_datadist.description import PROTOCOL_VERSION, Description
 from vllm_datadist.groups import GroupInfo
 from vllm_datadist.messages import (
@@ -28,8 +30,6 @@ from vllm_datadist.worker.kv_layout import HeadShare, describe_caches
 from vllm_datadist.worker.loads import LoadLimits
 from vllm_datadist.worker.node import DataDistNode
 from vllm_datadist.worker.side import StepResults, WorkerPlace, WorkerSide
-
-from datadist_core.errors import LLMException
 
 NUM_BLOCKS, HEADS, TOKENS, CONTENT = 16, 2, 4, 8
 LAYERS = ("layers.0", "layers.1")

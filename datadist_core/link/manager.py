@@ -34,7 +34,9 @@ from .state import LinkState
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0
+#: A dead process shows at once, by its closed connection. Heartbeats are for hosts and networks that go silent, and
+#: must not take a peer for dead that only has too little processor time.
+HEARTBEAT_S = 4.0
 #: A silent peer is given up after this many heartbeats.
 MISSED_HEARTBEATS = 3
 #: An accepted handshake may take this long in all.

