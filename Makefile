@@ -28,7 +28,7 @@ test: venv
 	$(VENV_PYTHON) -m pytest $(TEST_ARGS)
 
 test-fast: venv
-	$(VENV_PYTHON) -m pytest -m "not servers" $(TEST_ARGS)
+	$(VENV_PYTHON) -m pytest -m "not servers and not slow" $(TEST_ARGS)
 
 bench: venv
 	@$(VENV_PYTHON) -m datadist_core.bench $(BENCH_ARGS)

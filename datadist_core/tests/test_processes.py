@@ -19,6 +19,8 @@ from datadist_core.tests.child import Child, ChildFailed
 from datadist_core.tests.core_ends import filled_cache, make_end, must_link
 from datadist_core.wire.codec import PREAMBLE
 
+pytestmark = pytest.mark.slow
+
 BACKENDS = ["shm", "tcp", "auto"]
 P, D, D2 = 1, 2, 3
 
