@@ -21,6 +21,8 @@ from datadist_core.bench.ends import End, Remote, view
 from datadist_core.bench.measure import LatencyRow, Results, Row, measure_group, prepare
 from datadist_core.errors import LLMException
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(datadist_core.__file__).parents[1]
 BLOCK_BYTES = 4096
 SECONDS = 0.01

@@ -49,6 +49,7 @@ ITEM_BYTES = 512
 both_ops = pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=["read", "write"])
 
 
+@pytest.mark.slow
 class TestSeveralStreams(BackendConformance):
     factory = FACTORY
     options: ClassVar[dict[str, Any]] = {"streams": 3, "sndbuf": 1 << 16, "rcvbuf": 1 << 16}
