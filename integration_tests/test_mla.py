@@ -4,8 +4,8 @@
 That kernel does not agree with itself: in one engine the logprobs of a prompt's tokens change with what follows
 them, and prefill and decode give different ones, so greedy text of a random model parts sooner or later even from
 itself. Here both sides take the same path (the last prompt token is one that the single engine generated, so that
-both decode it), and what is asked is that nearly all texts are equal, and that the text depends on every block. That
-the bytes are right for this layout is shown without vLLM's kernel, in connector/tests.
+both decode it), and what is asked is that most texts are equal, and that the text depends on every block. The
+exactness test of this layout is connector/tests/test_mla_pair.py, without vLLM's kernel: bit by bit.
 """
 
 from __future__ import annotations

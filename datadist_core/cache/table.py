@@ -82,10 +82,6 @@ class CacheTable:
                 return KeyedEntry(entry, entry.key_to_index[key])
         raise CacheNotExist(f"{key!r} names no cache here (never set, or dropped)")
 
-    def all(self) -> list[CacheEntry]:
-        with self._lock:
-            return list(self._by_id.values())
-
     def retire(self, cache_id: int) -> CacheEntry | None:
         """Take a cache out of all look-ups. None if it is not there (any more). Memory stays until `settle`."""
         with self._lock:

@@ -155,7 +155,7 @@ def _deepseek_mla_config() -> Any:
         moe_intermediate_size=128,
         # vLLM's CPU MLA does not agree with itself: the logprobs of a prompt's tokens change with what follows them, so
         # that from the second layer on even one engine does not reproduce its own text from its own prefix. The KV
-        # cache of the first layer depends on each token alone, and there P/D and a single engine can be compared.
+        # cache of the first layer depends on each token alone, and there P/D and a single engine mostly agree.
         num_hidden_layers=1,
         first_k_dense_replace=1,
         n_routed_experts=4,
