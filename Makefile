@@ -5,6 +5,7 @@
 # make test-fast       without servers
 # make bench           throughput and latency of the transfers; BENCH_ARGS=--help
 # make lint            ruff and mypy
+# make docs            docs/api, from the docstrings
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 DEMO_ARGS ?=
@@ -12,10 +13,10 @@ TEST_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast bench lint clean
+.PHONY: help venv demo test test-fast bench lint docs clean
 
 help:
-	@sed -n '2,7s/^# //p' Makefile
+	@sed -n '2,8s/^# //p' Makefile
 
 # bootstrap.py knows itself whether there is anything to do.
 venv:
@@ -37,6 +38,9 @@ lint: venv
 	$(VENV_PYTHON) -m ruff check
 	$(VENV_PYTHON) -m ruff format --check
 	$(VENV_PYTHON) -m mypy --strict datadist_core
+
+docs: venv
+	@$(VENV_PYTHON) tools/api_docs.py
 
 clean:
 	rm -rf .venv build dist logs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,13 +6,21 @@ reference). Importing this package imports neither torch nor vLLM.
 """
 
 import sys
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 from . import errors
 from .cache.cache import Cache, KvCache
 from .cache.desc import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, MemInfo
-from .cache.manager import CacheManager, KvCacheManager, TransferReport
+from .cache.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+from .cache.manager import CacheManager, KvCacheManager
+from .cache.mover import TransferReport
+from .cache.views import Tensor, create_tensors
+from .checks import HostPort
 from .cluster import LLMClusterInfo
-from .config import HostPort, LLMConfig, LlmConfig
+from .config import LLMConfig, LlmConfig
 from .datadist import LLMDataDist
 from .errors import LLMException
 from .link.link import LinkInfo
@@ -33,6 +41,23 @@ def install_as_llm_datadist() -> None:
             "llm_datadist is imported already; call install_as_llm_datadist() before the first import of it"
         )
     sys.modules["llm_datadist"] = sys.modules[__name__]
+    if not any(isinstance(finder, _LlmDatadistFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _LlmDatadistFinder())
+
+
+class _LlmDatadistFinder(MetaPathFinder, Loader):
+    """`llm_datadist.x` is `datadist_core.x`: not a second copy, whose exceptions nobody would catch."""
+
+    def find_spec(self, fullname: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not fullname.startswith("llm_datadist.") or sys.modules.get("llm_datadist") is not sys.modules[__name__]:
+            return None
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return import_module(__name__ + spec.name[len("llm_datadist") :])
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has been executed under its own name."""
 
 
 __all__ = [
@@ -42,6 +67,7 @@ __all__ = [
     "CacheKey",
     "CacheKeyByIdAndIndex",
     "CacheManager",
+    "CacheTask",
     "DataType",
     "Deadline",
     "HostPort",
@@ -53,6 +79,7 @@ __all__ = [
     "LLMException",
     "LLMRole",
     "LLMStatusCode",
+    "LayerSynchronizer",
     "LinkInfo",
     "LlmConfig",
     "MemInfo",
@@ -61,7 +88,11 @@ __all__ = [
     "Placement",
     "PoolStats",
     "RegisterMemStatus",
+    "Tensor",
+    "TransferConfig",
     "TransferReport",
+    "TransferWithCacheKeyConfig",
+    "create_tensors",
     "errors",
     "install_as_llm_datadist",
 ]

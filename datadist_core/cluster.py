@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .config import HostPort, check_range, check_type, ip_text
+from .checks import HostPort, check_range, check_type, ip_text
 from .errors import ParamInvalid
 
 UINT64_MAX = 2**64 - 1
@@ -19,6 +19,7 @@ class LLMClusterInfo:
 
     @property
     def remote_cluster_id(self) -> int:
+        """The remote cluster's id: uint64, no default. ParamInvalid when read before it was set."""
         if self._remote_cluster_id is None:
             raise ParamInvalid("LLMClusterInfo.remote_cluster_id is not set")
         return self._remote_cluster_id
@@ -39,10 +40,12 @@ class LLMClusterInfo:
 
     @property
     def local_addresses(self) -> tuple[HostPort, ...]:
+        """What `append_local_ip_info` was given, in order; default empty. (An extension.)"""
         return tuple(self._local)
 
     @property
     def remote_addresses(self) -> tuple[HostPort, ...]:
+        """What `append_remote_ip_info` was given, in order; default empty. (An extension.)"""
         return tuple(self._remote)
 
 

@@ -1,211 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LLMConfig` (what users fill in) and `Settings` (what the rest of the package reads).
-
-The option strings of LLM-DataDist exist only here: `LLMConfig` writes them, `Settings.from_options` parses them,
-and no other module reads an option key or the environment.
-"""
+"""`LLMConfig`: what users fill in. It writes the option strings that `settings.Settings` parses."""
 
 from __future__ import annotations
 
-import ipaddress
-import json
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import ParamInvalid
-from .types import Placement
-
-logger = logging.getLogger(__name__)
-
-UINT32_MAX = 2**32 - 1
-DEFAULT_PAGE_SHIFT = 16
-BUILT_IN_BACKENDS = ("auto", "loopback", "shm", "cma", "tcp", "nixl", "mooncake", "hixl")
-
-
-@dataclass(frozen=True, slots=True)
-class HostPort:
-    """A TCP address. `host` may be a name, IPv4 or IPv6 (without brackets)."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @classmethod
-    def parse(cls, text: str, name: str = "listen_ip_info") -> HostPort:
-        """From "ip:port", "name:port" or "[ipv6]:port"; also bare "ipv6:port", as the original accepts."""
-        host, sep, port = text.rpartition(":")
-        if not sep or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-            raise ParamInvalid(f'{name}={text!r} is not "ip:port" with a port of 0..65535 (0 picks a free one)')
-        return cls(host.strip("[]"), int(port))
-
-
-def ip_text(ip: str | int, name: str = "ip") -> str:
-    """The original's int form of an IPv4 address (network byte order as little-endian int) as text."""
-    if isinstance(ip, bool) or not isinstance(ip, str | int):
-        raise TypeError(f"{name} must be a str or an int, not {type(ip).__name__}")
-    if isinstance(ip, str):
-        if not ip.strip():
-            raise ParamInvalid(f"{name} is empty; give an IPv4 or IPv6 address or a host name")
-        return ip.strip().strip("[]")
-    if not 0 <= ip <= UINT32_MAX:
-        raise ValueError(f"{name}={ip} does not fit the int form of an IPv4 address (0..{UINT32_MAX})")
-    return str(ipaddress.IPv4Address(ip.to_bytes(4, "little")))
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSettings:
-    """One memory pool: `memory_size_bytes` mapped lazily, handed out in pages of `1 << page_shift` bytes."""
-
-    memory_size_bytes: int
-    page_shift: int = DEFAULT_PAGE_SHIFT
-
-    @classmethod
-    def parse(cls, text: str, name: str) -> PoolSettings:
-        values = _json_object(text, name)
-        size = values.get("memory_size")
-        shift = values.get("page_shift", DEFAULT_PAGE_SHIFT)
-        if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
-            raise ParamInvalid(f"{name}: memory_size={size!r} must be a number of bytes greater than 0")
-        if isinstance(shift, bool) or not isinstance(shift, int) or not 10 <= shift <= 30:
-            raise ParamInvalid(f"{name}: page_shift={shift!r} must be an int of 10..30 (pages of 1 KiB to 1 GiB)")
-        return cls(size, shift)
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Everything `init` was told, typed and checked."""
-
-    listen: HostPort | None = None
-    sync_kv_timeout_s: float = 1.0
-    pools: Mapping[Placement, PoolSettings] = field(default_factory=dict)
-    v2: bool = False
-    local_comm_res: str | None = None
-    remote_cache_accessible: bool = False
-    switch_role_enabled: bool = False
-    transfer_backend: str = "auto"
-    backend_options: Mapping[str, Any] = field(default_factory=dict)
-    link_total_time_s: float = 0.0
-    link_retry_count: int = 1
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, str]) -> Settings:
-        """Parse option strings. Unknown keys are kept out with one log line; bad values raise ParamInvalid."""
-        for key, value in options.items():
-            if not isinstance(key, str) or not isinstance(value, str):
-                raise TypeError(f"options must map str to str, but options[{key!r}] is {type(value).__name__}")
-        unknown = sorted(set(options) - _KNOWN_KEYS)
-        if unknown:
-            logger.info("options without a meaning on this machine are ignored: %s", ", ".join(unknown))
-        return _parse_settings(options)
-
-
-_KNOWN_KEYS = {
-    "llm.listenIpInfo",
-    "llm.SyncKvCacheWaitTime",
-    "ge.flowGraphMemMaxSize",
-    "llm.MemPoolConfig",
-    "llm.HostMemPoolConfig",
-    "llm.EnableCacheManager",
-    "llm.EnableRemoteCacheAccessible",
-    "llm.EnableSwitchRole",
-    "llm.LocalCommRes",
-    "llm.TransferBackend",
-    "llm.GlobalResourceConfig",
-    "llm.LinkTotalTime",
-    "llm.LinkRetryCount",
-    # Kept for compatibility; they steer hardware that is not here.
-    "ge.exec.deviceId",
-    "ge.session_device_id",
-    "llm.RdmaTrafficClass",
-    "llm.RdmaServiceLevel",
-    "llm.MemoryUtilization",
-    "llm.BufPoolCfg",
-    "llm.deployResPath",
-}
-
-
-def _parse_settings(options: Mapping[str, str]) -> Settings:
-    listen = options.get("llm.listenIpInfo", "")
-    return Settings(
-        listen=HostPort.parse(listen, "llm.listenIpInfo") if listen else None,
-        sync_kv_timeout_s=_digits(options, "llm.SyncKvCacheWaitTime", 1000, low=1) / 1000,
-        pools=_parse_pools(options),
-        v2=_flag(options, "llm.EnableCacheManager") or "llm.LocalCommRes" in options,
-        local_comm_res=options.get("llm.LocalCommRes"),
-        remote_cache_accessible=_flag(options, "llm.EnableRemoteCacheAccessible"),
-        switch_role_enabled=_flag(options, "llm.EnableSwitchRole"),
-        transfer_backend=_parse_backend(options.get("llm.TransferBackend", "auto")),
-        backend_options=_json_object(options.get("llm.GlobalResourceConfig") or "{}", "llm.GlobalResourceConfig"),
-        link_total_time_s=_digits(options, "llm.LinkTotalTime", 0, high=UINT32_MAX),
-        link_retry_count=_digits(options, "llm.LinkRetryCount", 1, low=1, high=100),
-    )
-
-
-def _parse_pools(options: Mapping[str, str]) -> dict[Placement, PoolSettings]:
-    pools: dict[Placement, PoolSettings] = {}
-    if size := options.get("ge.flowGraphMemMaxSize"):
-        if not (size.isascii() and size.isdigit()) or int(size) == 0:
-            raise ParamInvalid(f"ge.flowGraphMemMaxSize={size!r} must be the pool's bytes in digits only, one pool")
-        pools[Placement.DEVICE] = PoolSettings(int(size))
-    if text := options.get("llm.MemPoolConfig"):
-        pools[Placement.DEVICE] = PoolSettings.parse(text, "llm.MemPoolConfig")
-    if text := options.get("llm.HostMemPoolConfig"):
-        pools[Placement.HOST] = PoolSettings.parse(text, "llm.HostMemPoolConfig")
-    return pools
-
-
-def _parse_backend(name: str, option: str = "llm.TransferBackend") -> str:
-    # "module:Class" and names from entry points are looked up, and refused by name, when the backend is opened.
-    if not name or any(c.isspace() for c in name):
-        raise ParamInvalid(f"{option}={name!r}: use one of {', '.join(BUILT_IN_BACKENDS)} or module:Class")
-    return name
-
-
-def _digits(options: Mapping[str, str], key: str, default: int, low: int = 0, high: int | None = None) -> int:
-    text = options.get(key)
-    if text is None or text == "":
-        return default
-    if not (text.isascii() and text.isdigit()) or int(text) < low or (high is not None and int(text) > high):
-        raise ParamInvalid(f"{key}={text!r} must be a number of {low}..{'' if high is None else high}")
-    return int(text)
-
-
-def _flag(options: Mapping[str, str], key: str) -> bool:
-    text = options.get(key, "0")
-    if text not in ("0", "1"):
-        raise ParamInvalid(f'{key}={text!r} must be "0" or "1"')
-    return text == "1"
-
-
-def _json_object(text: str, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ParamInvalid(f"{name}={text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ParamInvalid(f"{name}={text!r} must be a JSON object")
-    return value
-
-
-def check_type(name: str, value: object, *types: type) -> None:
-    """TypeError naming the argument unless `value` is of one of `types`; a bool is not an int here."""
-    if isinstance(value, bool) and bool not in types:
-        raise TypeError(f"{name} must be {_type_names(types)}, not bool")
-    if not isinstance(value, types):
-        raise TypeError(f"{name} must be {_type_names(types)}, not {type(value).__name__}")
-
-
-def check_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name}={value} is out of range {low}..{high}")
-
-
-def _type_names(types: Sequence[type]) -> str:
-    return " or ".join(t.__name__ for t in types)
+from .checks import UINT32_MAX, HostPort, check_range, check_type
+from .settings import INT64_MAX, PoolSettings, comm_res, is_digits, json_object, parse_backend, parse_pools
 
 
 class LLMConfig:
@@ -268,6 +69,7 @@ class LLMConfig:
 
     @property
     def device_id(self) -> int | list[int] | tuple[int, ...] | None:
+        """Ids of accelerators: an int >= 0, or a list or tuple of them; default not set. No effect here."""
         return self._values["device_id"]  # type: ignore[no-any-return]
 
     @device_id.setter
@@ -279,11 +81,13 @@ class LLMConfig:
             check_range("device_id", one, 0, UINT32_MAX)
         if not ids:
             raise ValueError("device_id is an empty list; give at least one id")
-        self._set("device_id", value, "ge.exec.deviceId", ";".join(map(str, ids)))
+        kept = list(ids) if isinstance(value, list) else value  # the caller may change its list later
+        self._set("device_id", kept, "ge.exec.deviceId", ";".join(map(str, ids)))
         self._options["ge.session_device_id"] = str(ids[0])
 
     @property
     def listen_ip_info(self) -> str | None:
+        """Where this end accepts links, "ip:port"; port 0 picks a free one. Default not set: it does not listen."""
         return self._values["listen_ip_info"]  # type: ignore[no-any-return]
 
     @listen_ip_info.setter
@@ -294,18 +98,22 @@ class LLMConfig:
 
     @property
     def sync_kv_timeout(self) -> int | str:
-        """Time limit of a pull or push in ms."""
+        """Time limit of a pull or push, and of waiting for one layer: ms > 0, an int or digits as str; default 1000."""
         return self._values["sync_kv_timeout"]  # type: ignore[no-any-return]
 
     @sync_kv_timeout.setter
     def sync_kv_timeout(self, value: int | str) -> None:
         check_type("sync_kv_timeout", value, int, str)
-        if not str(value).isdigit() or int(value) <= 0:
+        if not is_digits(str(value)) or not 0 < int(value) <= INT64_MAX:
             raise ValueError(f"sync_kv_timeout={value!r} must be a number of milliseconds greater than 0")
         self._set("sync_kv_timeout", value, "llm.SyncKvCacheWaitTime", str(value))
 
     @property
     def ge_options(self) -> dict[str, str]:
+        """More options, str to str, merged as they are; default {}.
+
+        `ge.flowGraphMemMaxSize`: bytes of the DEVICE pool, digits only, one pool.
+        """
         return dict(self._ge_options)
 
     @ge_options.setter
@@ -314,11 +122,15 @@ class LLMConfig:
         for key, text in value.items():
             check_type("ge_options key", key, str)
             check_type(f"ge_options[{key!r}]", text, str)
-        _parse_pools({k: v for k, v in value.items() if k == "ge.flowGraphMemMaxSize"})
+        parse_pools({k: v for k, v in value.items() if k == "ge.flowGraphMemMaxSize"})
         self._ge_options = dict(value)
 
     @property
     def mem_pool_cfg(self) -> str | None:
+        """The DEVICE pool, as JSON {"memory_size": bytes > 0, "page_shift": 10..30}; default not set: no pool.
+
+        Pages have `1 << page_shift` bytes, by default 64 KiB (16). Overrides `ge.flowGraphMemMaxSize`.
+        """
         return self._values["mem_pool_cfg"]  # type: ignore[no-any-return]
 
     @mem_pool_cfg.setter
@@ -329,6 +141,7 @@ class LLMConfig:
 
     @property
     def host_mem_pool_cfg(self) -> str | None:
+        """The HOST pool, as JSON like `mem_pool_cfg`; default not set: no pool."""
         return self._values["host_mem_pool_cfg"]  # type: ignore[no-any-return]
 
     @host_mem_pool_cfg.setter
@@ -339,6 +152,7 @@ class LLMConfig:
 
     @property
     def enable_cache_manager(self) -> bool:
+        """Whether to be a V2 end (`cache_manager`): bool, default False. Both ends of a link set it alike."""
         return bool(self._values["enable_cache_manager"])
 
     @enable_cache_manager.setter
@@ -347,6 +161,7 @@ class LLMConfig:
 
     @property
     def enable_remote_cache_accessible(self) -> bool:
+        """Whether caches are pulled by id and index only, and sent layer by layer to keys only: bool, default False."""
         return bool(self._values["enable_remote_cache_accessible"])
 
     @enable_remote_cache_accessible.setter
@@ -355,6 +170,7 @@ class LLMConfig:
 
     @property
     def enable_switch_role(self) -> bool:
+        """Whether a V1 end may call `switch_role`: bool, default False. V2 ends always may."""
         return bool(self._values["enable_switch_role"])
 
     @enable_switch_role.setter
@@ -363,37 +179,39 @@ class LLMConfig:
 
     @property
     def local_comm_res(self) -> str | None:
+        """A JSON object, or ""; default not set. Once set, also to "", the end is V2; the content has no effect."""
         return self._values["local_comm_res"]  # type: ignore[no-any-return]
 
     @local_comm_res.setter
     def local_comm_res(self, value: str) -> None:
         check_type("local_comm_res", value, str)
-        if value:
-            _json_object(value, "local_comm_res")
+        comm_res(value, "local_comm_res")
         self._set("local_comm_res", value, "llm.LocalCommRes", value)
 
     @property
     def transfer_backend(self) -> str:
+        """What moves the bytes: a name, "module:Class", or several with commas; default "auto", the best that works."""
         return str(self._values["transfer_backend"])
 
     @transfer_backend.setter
     def transfer_backend(self, value: str) -> None:
         check_type("transfer_backend", value, str)
-        self._set_text("transfer_backend", _parse_backend(value, "transfer_backend"), "llm.TransferBackend")
+        self._set_text("transfer_backend", parse_backend(value, "transfer_backend"), "llm.TransferBackend")
 
     @property
     def global_resource_config(self) -> str | None:
+        """Options per backend, as JSON, e.g. {"tcp": {"streams": 2}}; default not set."""
         return self._values["global_resource_config"]  # type: ignore[no-any-return]
 
     @global_resource_config.setter
     def global_resource_config(self, value: str) -> None:
         check_type("global_resource_config", value, str)
-        _json_object(value or "{}", "global_resource_config")
+        json_object(value or "{}", "global_resource_config")
         self._set_text("global_resource_config", value, "llm.GlobalResourceConfig")
 
     @property
     def link_total_time(self) -> int:
-        """Seconds in all that linking may retry; 0 = as long as the call's own timeout."""
+        """Seconds that linking one cluster may take, 0..2**32-1; default 0: as long as the call's own timeout."""
         return int(self._values["link_total_time"])
 
     @link_total_time.setter
@@ -402,6 +220,7 @@ class LLMConfig:
 
     @property
     def link_retry_count(self) -> int:
+        """Attempts to link with a cluster that cannot be reached, 1..100; default 1."""
         return int(self._values["link_retry_count"])
 
     @link_retry_count.setter
@@ -410,6 +229,7 @@ class LLMConfig:
 
     @property
     def rdma_traffic_class(self) -> int | None:
+        """A multiple of 4 in 0..255; default not set. No effect here."""
         return self._values["rdma_traffic_class"]  # type: ignore[no-any-return]
 
     @rdma_traffic_class.setter
@@ -418,6 +238,7 @@ class LLMConfig:
 
     @property
     def rdma_service_level(self) -> int | None:
+        """0..7; default not set. No effect here."""
         return self._values["rdma_service_level"]  # type: ignore[no-any-return]
 
     @rdma_service_level.setter
@@ -426,6 +247,7 @@ class LLMConfig:
 
     @property
     def mem_utilization(self) -> float:
+        """Share of device memory, 0..1; default 0.95. No effect here."""
         return float(self._values["mem_utilization"])
 
     @mem_utilization.setter
@@ -436,6 +258,7 @@ class LLMConfig:
 
     @property
     def buf_pool_cfg(self) -> str | None:
+        """Any str; default not set. No effect here."""
         return self._values["buf_pool_cfg"]  # type: ignore[no-any-return]
 
     @buf_pool_cfg.setter
@@ -444,6 +267,7 @@ class LLMConfig:
 
     @property
     def deploy_res_path(self) -> str | None:
+        """Any str; default not set. No effect here."""
         return self._values["deploy_res_path"]  # type: ignore[no-any-return]
 
     @deploy_res_path.setter

@@ -13,11 +13,13 @@ from types import TracebackType
 from .cache.cache import Cache
 from .cache.desc import CacheDesc
 from .cache.manager import CacheManager
-from .cache.serving import CacheServer
+from .cache.rules import Rules
+from .cache.serving import BEACON_CACHE_ID, CacheServer
 from .cache.store import CacheStore, next_grid_id, next_region_id
 from .cache.table import CacheEntry, CacheTable
+from .checks import HostPort, check_range, check_type
 from .cluster import UINT64_MAX, LLMClusterInfo
-from .config import HostPort, LLMConfig, Settings, check_range, check_type
+from .config import LLMConfig
 from .errors import (
     ClosedError,
     FeatureNotEnabled,
@@ -26,19 +28,24 @@ from .errors import (
     ParamInvalid,
     PeerLost,
 )
+from .link.communicator import CommunicatorTable
+from .link.handshake import LocalEnd
 from .link.link import LinkInfo
-from .link.manager import LinkManager, LocalEnd, Target
+from .link.manager import LinkManager, Target
 from .link.probe import BEACON_BYTES, BeaconMemory
+from .memory.layout import CacheLayout
 from .services import ServiceTable
+from .settings import Settings
 from .transfer.backend import BackendContext
 from .transfer.engine import TransferEngine
 from .transfer.regions import RegionTable
-from .types import DataType, Deadline, LLMRole, LLMStatusCode, Placement
+from .types import DataType, Deadline, LLMRole, LLMStatusCode, Placement, RegisterMemStatus
 
 logger = logging.getLogger(__name__)
 
 PROCESS_TOKEN = secrets.token_bytes(16)
 CHECK_LINK_TIMEOUT_S = 3.0
+_LISTEN_KEYS = ("llm.listenIpInfo", "listen_ip_info")
 
 
 class _Parts:
@@ -50,7 +57,6 @@ class _Parts:
         self.engine = TransferEngine()
         self.services = ServiceTable()
         self.on_link_lost: list[Callable[[int, LLMException], None]] = []
-        self.listen_address: HostPort | None = None
         cluster_id = owner.cluster_id
         self.engine.open(settings.transfer_backend, self._context(cluster_id), settings.backend_options)
         try:
@@ -61,8 +67,11 @@ class _Parts:
 
     def _build(self, owner: LLMDataDist, settings: Settings, cluster_id: int) -> None:
         self.regions = RegionTable(list(self.engine.backends.values()))
-        self.server = CacheServer(cluster_id, self.table, self.regions)
-        self.store = CacheStore(settings, self.regions, self.table)
+        # Asked only by peers, and so after `_build`.
+        self.server = CacheServer(
+            cluster_id, self.table, self.regions, lambda key, of: self.cache_manager.keeper.drop_key(key, of)
+        )
+        self.store = CacheStore(settings, self.regions)
         self.beacon_memory = BeaconMemory(next_region_id(), next_grid_id())
         exported = self.regions.add(self.beacon_memory.pool.region)
         self.table.add(_beacon_entry(self.beacon_memory))
@@ -75,24 +84,17 @@ class _Parts:
             memory=self.beacon_memory,
             role=lambda: owner.role,
         )
-        self.links = LinkManager(
-            local, settings, self.engine, self.server.lookup, self.services.serve, self._report_link_lost
-        )
-        if settings.listen is not None:
-            self.listen_address = self.links.listen(settings.listen)
-        self.cache_manager = CacheManager(
-            cluster_id,
-            settings,
-            lambda: owner.role,
-            self.engine,
-            self.store,
-            self.table,
-            self.links,
-            owner._check_open,
-        )
+        self.links = LinkManager(local, settings, self.engine, self.server, self.services.serve, self._report_link_lost)
+        self.communicators = CommunicatorTable(cluster_id, self.links, self.services, settings.link_total_time_s)
+        rules = Rules(settings, lambda: owner.role, owner._check_open)
+        self.cache_manager = CacheManager(cluster_id, settings, rules, self.engine, self.store, self.table, self.links)
+        if settings.listen is not None:  # last: peers may come at once
+            self.links.listeners.move(settings.listen)
 
     def close(self) -> None:
         """Links first (nobody may still reach us), then backends, then the memory."""
+        if hasattr(self, "communicators"):
+            self.communicators.close()
         if hasattr(self, "links"):
             self.links.close()
         self.engine.close()
@@ -118,7 +120,10 @@ class _Parts:
 
     def _report_link_lost(self, cluster_id: int, error: LLMException) -> None:
         for callback in list(self.on_link_lost):
-            callback(cluster_id, error)
+            try:
+                callback(cluster_id, error)
+            except Exception:  # the user's own code: the others must still be told
+                logger.exception("an on_link_lost callback failed")
 
 
 class LLMDataDist:
@@ -143,10 +148,12 @@ class LLMDataDist:
 
     @property
     def role(self) -> LLMRole:
+        """Its role now; `switch_role` changes it."""
         return self._role
 
     @property
     def cluster_id(self) -> int:
+        """The id it was made with."""
         return self._cluster_id
 
     # -- init
@@ -175,7 +182,7 @@ class LLMDataDist:
     @property
     def listen_address(self) -> HostPort | None:
         """Where this end accepts links (the real port, also when 0 was asked for), or None."""
-        return self._open().listen_address
+        return self._open().links.listeners.address
 
     # -- link
 
@@ -186,7 +193,8 @@ class LLMDataDist:
 
         Returns:
             (LLM_SUCCESS if all succeeded, else the first other status; one status per cluster, in order). A cluster
-            that failed leaves nothing behind; `link_failure` tells why.
+            that failed leaves nothing behind; `link_failure` tells why. A cluster that the list names again gets
+            LLM_PARAM_INVALID in that place; its first place counts.
         """
         parts = self._open()
         deadline = _deadline_ms(timeout)
@@ -197,11 +205,15 @@ class LLMDataDist:
 
     def link_failure(self, remote_cluster_id: int) -> LLMException | None:
         """Why the last link to that cluster failed or broke; None if it did not. (An extension.)"""
-        return self._open().links.failure(remote_cluster_id)
+        parts = self._open()
+        check_type("remote_cluster_id", remote_cluster_id, int)
+        return parts.links.failure(remote_cluster_id)
 
     def link_info(self, remote_cluster_id: int) -> LinkInfo:
         """Which backend a link uses, and why not a better one. NotYetLinked without a link. (An extension.)"""
-        return self._open().links.get(remote_cluster_id).info()
+        parts = self._open()
+        check_type("remote_cluster_id", remote_cluster_id, int)
+        return parts.links.get(remote_cluster_id).info()
 
     def check_link_status(self, remote_cluster_id: int) -> None:
         """Read a few bytes of the peer over the data path.
@@ -217,6 +229,43 @@ class LLMDataDist:
             if beacon is not None:
                 deadline = Deadline.after(CHECK_LINK_TIMEOUT_S)
                 parts.beacon_memory.read(parts.engine, link.backends[0], link.link_id, beacon, deadline)
+
+    def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
+        """Link 2 to 4 clusters pairwise; each of them calls this, from any role. Returns at once.
+
+        The lowest rank hosts: it listens at its device_ip while the communicator exists (or where it listens already,
+        if that is the same address), and the others come to it. The time limit is `link_total_time`, else 120 s.
+
+        Args:
+            comm_name: 1 to 127 characters, the same at all members; one communicator of a name at a time.
+            cluster_rank_info: {cluster id: rank} of all members, ranks in ascending order.
+            rank_table: JSON {"server_list": [{"device": [{"device_id", "device_ip", "rank_id"}]}]}; numbers may be
+                strings. `host_ip` of a server stands in for a missing device_ip. `port` of the lowest rank's device
+                (an extension) is where it hosts; without it the port follows from comm_name and its cluster id,
+                20000 to 31999.
+
+        Returns:
+            An id > 0 for `query_register_mem_status` and `unlink`.
+
+        Raises:
+            TypeError, or ParamInvalid naming argument, value and remedy.
+        """
+        return self._open().communicators.link(comm_name, cluster_rank_info, rank_table)
+
+    def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
+        """PREPARING until all members have joined and are linked pairwise, then OK.
+
+        FAILED if that did not come about (nothing of the attempt is left then), or if a member has died or left
+        since; `link_failure` of the other members, and the log, have the reason. ParamInvalid for an unknown id.
+        """
+        return self._open().communicators.status(comm_id)
+
+    def unlink(self, comm_id: int) -> None:
+        """End a communicator, with the links that it made and no other one uses; cancels it while PREPARING.
+
+        It is FAILED at the other members then, which call `unlink` too. ParamInvalid for an unknown id.
+        """
+        self._open().communicators.unlink(comm_id)
 
     # -- use
 
@@ -240,17 +289,29 @@ class LLMDataDist:
         """Answer calls of linked peers: `handler(remote_cluster_id, body) -> reply`. (An extension.)
 
         The handler runs in a worker thread; an LLMException it raises reaches the caller with its code and text.
+        Names that begin with "datadist_core." are the library's own: ParamInvalid.
         """
+        parts = self._open()
         check_type("name", name, str)
-        self._open().services.register(name, handler)
+        if name.startswith("datadist_core."):
+            raise ParamInvalid(f'name={name!r} must not begin with "datadist_core."; choose another prefix')
+        _check_callable("handler", handler)
+        parts.services.register(name, handler)
 
     def call(self, remote_cluster_id: int, name: str, body: bytes, timeout_s: float) -> bytes:
         """Call a service of a linked peer. Raises NotYetLinked, PeerLost, TimedOut, RemoteError. (An extension.)"""
-        return self._open().links.get(remote_cluster_id).call(name, body, Deadline.after(timeout_s))
+        parts = self._open()
+        check_type("remote_cluster_id", remote_cluster_id, int)
+        check_type("name", name, str)
+        check_type("body", body, bytes, bytearray, memoryview)  # checked here: the peer would close the link over it
+        check_type("timeout_s", timeout_s, int, float)
+        return parts.links.get(remote_cluster_id).call(name, body, Deadline.after(timeout_s))
 
     def on_link_lost(self, callback: Callable[[int, LLMException], None]) -> None:
         """Have `callback(remote_cluster_id, error)` called when a link breaks. (An extension.)"""
-        self._open().on_link_lost.append(callback)
+        parts = self._open()
+        _check_callable("callback", callback)
+        parts.on_link_lost.append(callback)
 
     # -- unlink, finalize
 
@@ -260,13 +321,13 @@ class LLMDataDist:
         """End links within `timeout` ms. Shape of the result as for `link_clusters`.
 
         Not forced: running transfers end first, the peer is told and cleans up its end too. Forced: this end only,
-        without waiting for the peer.
+        without waiting for the peer. All are unlinked at the same time: a dead one costs the others nothing.
         """
         parts = self._open()
         deadline = _deadline_ms(timeout)
         check_type("force", force, bool)
         ids = [cluster.remote_cluster_id for cluster in _clusters(clusters)]
-        statuses = [parts.links.unlink(cluster_id, deadline, force) for cluster_id in ids]
+        statuses = parts.links.unlink(ids, deadline, force)
         return _overall(statuses), statuses
 
     def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
@@ -274,19 +335,22 @@ class LLMDataDist:
 
         Args:
             switch_options: {"llm.listenIpInfo": "ip:port"} listens there; without it this end stops listening.
+
+        Raises:
+            FeatureNotEnabled: V1 without enable_switch_role.
+            LinkExists: there are links, or `link` is still making some.
+            ParamInvalid: the address cannot be bound; role and listener are as they were.
         """
         check_type("role", role, LLMRole)
         parts = self._open()
+        listen = _listen_option(switch_options)
         if not parts.settings.v2 and not parts.settings.switch_role_enabled:
             raise FeatureNotEnabled("switch_role needs enable_switch_role = True before init")
-        if parts.links.links():
-            raise LinkExists("switch_role is possible only without links; unlink_clusters first")
-        parts.links.stop_listening()
-        parts.listen_address = None
-        listen = _listen_option(switch_options)
-        if listen is not None:
-            parts.listen_address = parts.links.listen(listen)
-        self._role = role
+        with self._lock:
+            if parts.links.links() or parts.communicators.preparing:
+                raise LinkExists("switch_role is possible only without links; unlink_clusters (or unlink) first")
+            parts.links.listeners.move(listen)
+            self._role = role
 
     def finalize(self) -> None:
         """Close links, free everything. Idempotent; afterwards every call raises LLM_ENGINE_FINALIZED."""
@@ -309,6 +373,11 @@ class LLMDataDist:
     def _check_v1_dials(self, parts: _Parts) -> None:
         if not parts.settings.v2 and self._role is LLMRole.PROMPT:
             raise ParamInvalid("in V1 the DECODER cluster calls link_clusters; this one is PROMPT")
+
+
+def _check_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} must be callable, not {type(value).__name__}")
 
 
 def _clusters(clusters: object) -> list[LLMClusterInfo]:
@@ -344,15 +413,21 @@ def _listen_option(options: dict[str, str] | None) -> HostPort | None:
     if options is None:
         return None
     check_type("switch_options", options, dict)
-    text = options.get("llm.listenIpInfo", options.get("listen_ip_info"))
-    return None if text is None else HostPort.parse(text, "switch_options[llm.listenIpInfo]")
+    for key, value in options.items():
+        check_type(f"a key of switch_options ({key!r})", key, str)
+        check_type(f"switch_options[{key!r}]", value, str)
+    unknown = sorted(set(options) - set(_LISTEN_KEYS))
+    if unknown:
+        logger.info("switch_options without a meaning here are ignored: %s", ", ".join(unknown))
+    return next((HostPort.parse(options[k], f"switch_options[{k!r}]") for k in _LISTEN_KEYS if k in options), None)
 
 
 def _beacon_entry(memory: BeaconMemory) -> CacheEntry:
     """The beacon as an entry of the cache table, so that two-sided backends serve it like any other grid."""
     desc = CacheDesc(1, (1, BEACON_BYTES), DataType.DT_UINT8, Placement.HOST)
-    cache = Cache(0, desc, [memory.address], is_blocks_cache=True)
-    return CacheEntry(cache, (memory.grid,), True, lambda: None)
+    cache = Cache(BEACON_CACHE_ID, desc, [memory.address], is_blocks_cache=True)
+    layout = CacheLayout((memory.grid,), True, 1, 1, desc.data_type.name)
+    return CacheEntry(cache, layout, True, False, lambda: None)
 
 
 def _software() -> str:

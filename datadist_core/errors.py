@@ -27,6 +27,7 @@ class LLMException(RuntimeError):
 
     @property
     def status_code(self) -> LLMStatusCode:
+        """What went wrong, as a documented status code."""
         return self._status_code
 
 
@@ -67,7 +68,7 @@ class LinkFailed(LLMException):
 
 
 class LinkBusy(LLMException):
-    """The link is in use in a way that excludes this call."""
+    """The link is being unlinked, which excludes this call."""
 
     default_code = LLMStatusCode.LLM_LINK_BUSY
 

@@ -78,5 +78,5 @@ def test_the_tensor_keeps_its_memory_alive() -> None:
 
 
 def test_memory_that_is_not_the_cpus_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedMemory, match=r"layer a: the KV cache is in meta memory.*nixl transfer backend"):
+    with pytest.raises(UnsupportedMemory, match=r"layer a: the KV cache is in meta memory.*CPU memory only"):
         check_memory({"a": torch.zeros(1, device="meta")})

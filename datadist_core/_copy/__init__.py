@@ -77,7 +77,7 @@ def _check(dst: Int64s, src: Int64s, num_bytes: Int64s) -> None:
             raise TypeError(f"{name} must be a contiguous 1-d int64 array, not {array.dtype} of shape {array.shape}")
     if not len(dst) == len(src) == len(num_bytes):
         raise ValueError(f"lengths differ: {len(dst)} dst, {len(src)} src, {len(num_bytes)} num_bytes")
-    if len(num_bytes) and int(num_bytes.min()) < 0:
+    if len(num_bytes) and np.minimum.reduce(num_bytes) < 0:
         raise ValueError(f"negative size: {int(num_bytes.min())}")
 
 

@@ -74,15 +74,19 @@ class Expected:
 
 
 class Acceptor:
-    """Owns the listener and all newcomers."""
+    """Owns the listeners and all newcomers."""
 
-    def __init__(self, loop: IoLoop, listener: socket.socket, instance: bytes, options: TcpOptions) -> None:
-        self._loop, self._listener = loop, listener
+    def __init__(self, loop: IoLoop, instance: bytes, options: TcpOptions) -> None:
+        self._loop = loop
+        self._listeners: list[socket.socket] = []
         self._instance, self._options = instance, options
         self._newcomers: set[_Newcomer] = set()
         self._expected: dict[bytes, Expected] = {}
         self._paused_until_s = math.inf
-        loop.watch(listener.fileno(), READABLE, self._on_readable)
+
+    def add_listener(self, listener: socket.socket) -> None:
+        self._listeners.append(listener)
+        self._loop.watch(listener.fileno(), READABLE, lambda _: self._on_readable(listener))
 
     def expect(self, expected: Expected) -> None:
         """Wait for a link; newcomers with its token may be there already."""
@@ -126,13 +130,14 @@ class Acceptor:
             self.drop(newcomer)
         if self._paused_until_s <= now:
             self._paused_until_s = math.inf
-            self._loop.rewatch(self._listener.fileno(), READABLE)
+            self._rewatch(READABLE)
         return min((self._paused_until_s, *(n.expires_at_s for n in self._newcomers)))
 
     def close(self, error: LLMException) -> None:
         """Fail all waiting connects with `error`."""
-        self._loop.unwatch(self._listener.fileno())
-        self._listener.close()
+        for listener in self._listeners:
+            self._loop.unwatch(listener.fileno())
+            listener.close()
         for newcomer in list(self._newcomers):
             self.drop(newcomer)
         for expected in list(self._expected.values()):
@@ -157,14 +162,18 @@ class Acceptor:
             connection.send_frame(encode_frame(Kind.WELCOME))
         expected.result.set_result(None)
 
-    def _on_readable(self, events: int) -> None:
+    def _rewatch(self, events: int) -> None:
+        for listener in self._listeners:
+            self._loop.rewatch(listener.fileno(), events)
+
+    def _on_readable(self, listener: socket.socket) -> None:
         try:
             for _ in range(_ACCEPTS_PER_TURN):
-                self._admit(self._listener.accept()[0])
+                self._admit(listener.accept()[0])
         except (BlockingIOError, ConnectionError):
             return
         except OSError:  # no descriptor left; the listener stays readable, so don't ask it for a while
-            self._loop.rewatch(self._listener.fileno(), 0)
+            self._rewatch(0)
             self._paused_until_s = time.monotonic() + _PAUSE_S
             self._loop.wake_at(self._paused_until_s)
 

@@ -12,7 +12,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -21,24 +21,28 @@ import msgspec
 from ..errors import ProtocolError, Unreachable
 from ._tcp_frames import INSTANCE_BYTES, VERSION
 
-_MAX_HOSTS = 16
+_MAX_ENDPOINTS = 16
 _SIOCGIFADDR = 0x8915
 _GLOBAL_SCOPE = "00"
 
 Host = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
+class Endpoint(msgspec.Struct, frozen=True, array_like=True):
+    host: Host
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
 class Identity(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer needs to dial. `port` is 0 at an end that does not listen."""
+    """What a peer needs to dial: where to try, the likeliest first. None at an end that does not listen."""
 
     version: int
     instance: Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
-    hosts: Annotated[list[Host], msgspec.Meta(max_length=_MAX_HOSTS)]
+    endpoints: Annotated[list[Endpoint], msgspec.Meta(max_length=_MAX_ENDPOINTS)]
 
 
-def encode_identity(instance: bytes, port: int, hosts: list[str]) -> bytes:
-    return msgspec.msgpack.encode(Identity(VERSION, instance, port, hosts[:_MAX_HOSTS]))
+def encode_identity(instance: bytes, endpoints: Sequence[Endpoint] = ()) -> bytes:
+    return msgspec.msgpack.encode(Identity(VERSION, instance, list(endpoints[:_MAX_ENDPOINTS])))
 
 
 def decode_identity(data: bytes) -> Identity:
@@ -83,8 +87,13 @@ def _listen_on(sock: socket.socket, address: Any, rcvbuf_bytes: int | None, back
     return sock
 
 
-def reachable_hosts(listener: socket.socket, advertise_host: str | None) -> list[str]:
-    """Hosts under which peers may find `listener`, the likeliest first."""
+def reachable_at(listener: socket.socket, advertise_host: str | None) -> list[Endpoint]:
+    """Where peers may find `listener`, the likeliest first."""
+    port = listener.getsockname()[1]
+    return [Endpoint(host, port) for host in _reachable_hosts(listener, advertise_host)]
+
+
+def _reachable_hosts(listener: socket.socket, advertise_host: str | None) -> list[str]:
     if advertise_host is not None:
         return [advertise_host]
     bound = str(listener.getsockname()[0])

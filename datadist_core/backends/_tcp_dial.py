@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 from ..errors import ClosedError, LLMException, ProtocolError, TimedOut, Unreachable
 from ..types import Deadline
-from ._tcp_address import Identity
+from ._tcp_address import Endpoint, Identity
 from ._tcp_frames import HEADER_BYTES, Hello, Kind, decode_header, encode_hello
 from ._tcp_options import TcpOptions, tune
 
@@ -29,16 +29,16 @@ class Dialler:
 
     def dial(self, identity: Identity, link_token: bytes, deadline: Deadline) -> list[socket.socket]:
         """Connections to the peer, all of them welcomed. Raises Unreachable, TimedOut, ProtocolError, ClosedError."""
-        if not identity.port or not identity.hosts:
+        if not identity.endpoints:
             raise Unreachable("the peer's tcp backend does not listen (no listen_ip_info there)")
         failures: list[str] = []
-        for position, host in enumerate(identity.hosts):
-            share = _share(deadline, len(identity.hosts) - position)
+        for position, endpoint in enumerate(identity.endpoints):
+            share = _share(deadline, len(identity.endpoints) - position)
             try:
-                return self._dial_host(host, identity, link_token, share, deadline)
+                return self._dial_endpoint(endpoint, identity.instance, link_token, share, deadline)
             except (OSError, ValueError, LLMException) as error:  # ValueError: no host name at all
                 self._check_open()
-                failures.append(f"{host} port {identity.port}: {error}")
+                failures.append(f"{endpoint.host} port {endpoint.port}: {error}")
         if deadline.expired:
             raise TimedOut(f"no tcp connection to the peer in time; {'; '.join(failures)}")
         raise Unreachable(f"no tcp connection to the peer; {'; '.join(failures)}")
@@ -50,14 +50,14 @@ class Dialler:
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
-    def _dial_host(
-        self, host: str, identity: Identity, link_token: bytes, share: Deadline, deadline: Deadline
+    def _dial_endpoint(
+        self, endpoint: Endpoint, instance: bytes, link_token: bytes, share: Deadline, deadline: Deadline
     ) -> list[socket.socket]:
-        """Connections to that host. Reaching the peer must not take longer than `share`."""
+        """Connections to that endpoint. Reaching the peer must not take longer than `share`."""
         with self._collected() as socks:
             for stream in range(self._options.streams):
-                sock = self._connect(host, identity.port, share, socks)
-                hello = Hello(identity.instance, link_token, stream, self._options.streams)
+                sock = self._connect(endpoint, share, socks)
+                hello = Hello(instance, link_token, stream, self._options.streams)
                 sock.sendall(encode_hello(hello))
                 _await_frame(sock, Kind.HEARD, share)
             for sock in socks:
@@ -80,8 +80,9 @@ class Dialler:
         with self._lock:
             self._dialling.difference_update(socks)
 
-    def _connect(self, host: str, port: int, deadline: Deadline, socks: list[socket.socket]) -> socket.socket:
-        """A connection to the first address of `host` that answers, added to `socks`."""
+    def _connect(self, endpoint: Endpoint, deadline: Deadline, socks: list[socket.socket]) -> socket.socket:
+        """A connection to the first address of the host that answers, added to `socks`."""
+        host, port = endpoint.host, endpoint.port
         last: OSError = OSError(f"host {host!r} has no address")
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             sock = socket.socket(family, kind, protocol)

@@ -31,11 +31,12 @@ import msgspec
 import numpy as np
 
 from ..errors import CacheNotExist, LLMException, ParamInvalid, ProtocolError, RemoteError
+from ..memory.grid import Grid
 from ..transfer.plan import Batch, Items, Op
 from ..types import LLMStatusCode
 
 MAGIC = b"DT"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 16
 
 MAX_PAIRS = 4096
@@ -52,6 +53,7 @@ MAX_STREAMS = 16
 
 _HEADER = struct.Struct("!2sBBIQ")
 _MAX_TEXT = 1000
+_GRID_FIELDS = 5
 _NARROW, _WIDE = np.dtype("<u4"), np.dtype("<i8")
 
 T = TypeVar("T")
@@ -73,8 +75,8 @@ class Kind(IntEnum):
 _MAX_BODY_BYTES = {
     Kind.HELLO: 128,
     Kind.WELCOME: 0,
-    Kind.READ: 8 * (MAX_ITEMS + MAX_PAIRS + 2 * MAX_SLICES) + 64,
-    Kind.WRITE: 8 * (MAX_ITEMS + MAX_PAIRS + 2 * MAX_SLICES) + 64,
+    Kind.READ: 8 * (MAX_ITEMS + _GRID_FIELDS * MAX_PAIRS + 2 * MAX_SLICES) + 64,
+    Kind.WRITE: 8 * (MAX_ITEMS + _GRID_FIELDS * MAX_PAIRS + 2 * MAX_SLICES) + 64,
     Kind.GRANT: 0,
     Kind.PULLED: MAX_DATA_BYTES,
     Kind.PUSHED: MAX_DATA_BYTES,
@@ -108,9 +110,10 @@ class End(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
-    """Body of READ and WRITE: (offset, size) pairs of int64 in `slices`; `items` are uint32, or int64 if `wide`."""
+    """Body of READ and WRITE, all int64: per grid its id, offset, stride, item size and number of items in `grids`,
+    (offset, size) pairs in `slices`; `items` are uint32, or int64 if `wide`."""
 
-    grid_ids: bytes
+    grids: bytes
     slices: bytes
     items: bytes
     wide: bool
@@ -122,12 +125,13 @@ class Wanted:
 
     Attributes:
         op: what the requester does.
+        grids: as the requester divides them; the region is the server's to know.
         slices: (offset, num_bytes) within an item of the server's grids.
     """
 
     request_id: int
     op: Op
-    grid_ids: tuple[int, ...]
+    grids: tuple[Grid, ...]
     items: Items
     slices: tuple[tuple[int, int], ...]
 
@@ -192,26 +196,32 @@ def encode_request(batch: Batch) -> bytes:
     slices = np.array([(s.remote_offset, s.num_bytes) for s in batch.slices], dtype=_WIDE)
     wide = int(batch.remote_items.max()) > 0xFFFFFFFF
     items = batch.remote_items.astype(_WIDE if wide else _NARROW)
-    grid_ids = np.array([pair.remote.grid_id for pair in batch.pairs], dtype=_WIDE)
-    return msgspec.msgpack.encode(_Request(grid_ids.tobytes(), slices.tobytes(), items.tobytes(), wide))
+    grids = np.array([(pair.remote.grid_id, *pair.remote.division) for pair in batch.pairs], dtype=_WIDE)
+    return msgspec.msgpack.encode(_Request(grids.tobytes(), slices.tobytes(), items.tobytes(), wide))
 
 
 def decode_request(header: Header, body: bytes | bytearray) -> Wanted:
     """Raises ProtocolError unless it is well formed and within all limits."""
     request = _decode(body, _Request)
-    grid_ids = _integers(request.grid_ids, _WIDE)
+    grids = _integers(request.grids, _WIDE)
     items = _integers(request.items, _WIDE if request.wide else _NARROW)
     slices = _integers(request.slices, _WIDE)
     if len(slices) % 2:
         raise ProtocolError("slices do not come in pairs of offset and size")
-    _check_limits(len(grid_ids), len(items), len(slices) // 2, ProtocolError)
+    if len(grids) % _GRID_FIELDS:
+        raise ProtocolError(f"grids do not come as {_GRID_FIELDS} integers each")
+    _check_limits(len(grids) // _GRID_FIELDS, len(items), len(slices) // 2, ProtocolError)
     return Wanted(
         header.request_id,
         Op.READ if header.kind is Kind.READ else Op.WRITE,
-        tuple(grid_ids.tolist()),
+        tuple(_grid(*fields) for fields in grids.reshape(-1, _GRID_FIELDS).tolist()),
         items,
         tuple(zip(slices[::2].tolist(), slices[1::2].tolist(), strict=True)),
     )
+
+
+def _grid(grid_id: int, offset_bytes: int, stride_bytes: int, item_bytes: int, num_items: int) -> Grid:
+    return Grid(grid_id, 0, offset_bytes, stride_bytes, item_bytes, num_items)
 
 
 def _check_limits(num_pairs: int, num_items: int, num_slices: int, blame: type[LLMException]) -> None:

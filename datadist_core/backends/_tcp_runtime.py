@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import threading
 import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
@@ -14,7 +15,7 @@ from ..transfer.backend import BackendContext, Completion, DoneCallback
 from ..transfer.plan import Batch
 from ..types import Deadline
 from ._tcp_accept import MAX_UNMATCHED, Acceptor, Expected
-from ._tcp_address import decode_identity, encode_identity, listen, reachable_hosts
+from ._tcp_address import Endpoint, decode_identity, encode_identity, listen, reachable_at
 from ._tcp_connection import Connection
 from ._tcp_dial import Dialler
 from ._tcp_frames import INSTANCE_BYTES, TOKEN_BYTES, encode_request
@@ -42,12 +43,14 @@ class Runtime:
         self._workers = Workers("datadist-tcp-serve", _MAX_SERVING_THREADS)
         self._reporters = Workers("datadist-tcp-report", 1)
         self._acceptor: Acceptor | None = None
-        self.identity = encode_identity(self._instance, 0, [])
-        listener = self._listen(context.listen_host)
-        self._loop = self._make_loop(listener)
-        if listener is not None:
-            self._acceptor = Acceptor(self._loop, listener, self._instance, self._options)
+        self._listening = threading.Lock()
+        self._listened: list[str] = []
+        self._endpoints: list[Endpoint] = []
+        self.identity = encode_identity(self._instance)
+        self._loop = self._make_loop()
         self._loop.start()
+        if context.listen_host is not None:
+            self._listen_or_close(context.listen_host)
 
     def close(self) -> None:
         """Idempotent; any number of threads may call it."""
@@ -112,20 +115,30 @@ class Runtime:
         except ClosedError:
             return  # closing ends it as well
 
-    def _listen(self, host: str | None) -> socket.socket | None:
-        if host is None:
-            return None
-        listener = listen(host, self._options.port, self._options.rcvbuf, MAX_UNMATCHED)
-        hosts = reachable_hosts(listener, self._options.advertise_host)
-        self.identity = encode_identity(self._instance, listener.getsockname()[1], hosts)
-        return listener
+    def listen(self, host: str) -> None:
+        """Accept at `host` as well. Raises Unreachable with the reason."""
+        with self._listening:
+            if host in self._listened:
+                return
+            port = 0 if self._listened else self._options.port  # a port can be had once
+            listener = listen(host, port, self._options.rcvbuf, MAX_UNMATCHED)
+            self._loop.call(lambda: self._accept_at(listener))
+            self._listened.append(host)
+            # The latest first: it is where the owner wants to be reached now.
+            self._endpoints = [*reachable_at(listener, self._options.advertise_host), *self._endpoints]
+            self.identity = encode_identity(self._instance, self._endpoints)
 
-    def _make_loop(self, listener: socket.socket | None) -> IoLoop:
+    def _listen_or_close(self, host: str) -> None:
+        try:
+            self.listen(host)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_loop(self) -> IoLoop:
         try:
             return IoLoop(self._sweep, self._teardown)
         except OSError as error:
-            if listener is not None:
-                listener.close()
             raise Unreachable(f"the tcp backend cannot start: {error}") from error
 
     def _local_layout(self, batch: Batch, link: Link) -> Layout:
@@ -148,6 +161,11 @@ class Runtime:
         return forget_and_report
 
     # In the io thread
+
+    def _accept_at(self, listener: socket.socket) -> None:
+        if self._acceptor is None:
+            self._acceptor = Acceptor(self._loop, self._instance, self._options)
+        self._acceptor.add_listener(listener)
 
     def _start(self, link: Link, request: Request) -> None:
         self._batches[request.batch_id] = request

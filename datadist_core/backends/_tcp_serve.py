@@ -208,14 +208,15 @@ class Server:
     def _borrow(self, wanted: Wanted, lent: ExitStack) -> MemoryStream:
         grids: list[GridMemory] = []
         checked: set[tuple[int, int]] = set()
-        for grid_id in wanted.grid_ids:
-            loan = lent.enter_context(self._context.serve_grid(grid_id, wanted.op))
+        for claimed in wanted.grids:
+            loan = lent.enter_context(self._context.serve_grid(claimed.grid_id, wanted.op))
             loan.grid.check_inside(loan.region.size_bytes)
-            size = (loan.grid.num_items, loan.grid.item_bytes)
+            grid = loan.grid.recut(claimed)
+            size = (grid.num_items, grid.item_bytes)
             if size not in checked:
-                check_items(wanted.items, loan.grid, wanted.slices)
+                check_items(wanted.items, grid, wanted.slices)
                 checked.add(size)
-            grids.append(GridMemory(loan.grid, loan.region.address))
+            grids.append(GridMemory(grid, loan.region.address))
         stream = MemoryStream(Layout.of_request(wanted, tuple(grids)))
         stream.prepare()
         return stream

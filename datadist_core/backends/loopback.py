@@ -161,7 +161,7 @@ def _move(running: OpenBatch, context: BackendContext, peer: BackendContext) -> 
     batch = running.batch
     with ExitStack() as held:
         served = [held.enter_context(peer.serve_grid(p.remote.grid_id, batch.op)) for p in batch.pairs]
-        pairs = tuple(GridPair(p.local, s.grid) for p, s in zip(batch.pairs, served, strict=True))
+        pairs = tuple(GridPair(p.local, s.grid.recut(p.remote)) for p, s in zip(batch.pairs, served, strict=True))
         batch = replace(batch, pairs=pairs)
         batch.check()
         local = {p.local.region_id: context.local_region(p.local.region_id).address for p in pairs}

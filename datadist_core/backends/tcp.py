@@ -45,6 +45,9 @@ class TcpBackend(Backend):
                 raise ParamInvalid("the tcp backend is open already")
             self._running = Runtime(context)
 
+    def listen(self, host: str) -> None:
+        self._opened().listen(host)
+
     def close(self) -> None:
         with self._lock:
             running = self._running

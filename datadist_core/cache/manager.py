@@ -1,105 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CacheManager`: allocate, register, pull, push and copy caches. V1's `KvCacheManager` is the stricter view of it.
+"""`CacheManager`: allocate, register, pull, push, copy and send caches. V1's `KvCacheManager` is the stricter view.
 
-Whoever moves data checks it first: types here, ranges against both descriptors here, and once more at the end that
-serves it (`wire` Lookups and backends), because a peer is not trusted.
+The public face only: types are checked here, the work is done by `keeper` (caches and keys), `mover` (pull and push),
+`local_copy` and `sending` (layer by layer). Ranges are checked against both descriptors before anything moves, and once
+more at the end that serves them, because a peer is not trusted.
+
+"Layer" means `tensor_num_per_layer` consecutive tensors; layer ranges are Python ranges with step 1.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
-
-from .._copy import scatter_copy
-from ..config import Settings, check_type
-from ..errors import CacheNotExist, FeatureNotEnabled, LLMException, ParamInvalid, TimedOut
-from ..link.link import Link
+from ..checks import check_type
+from ..errors import ParamInvalid, TimedOut
 from ..link.manager import LinkManager
-from ..link.remote import RemoteCache
-from ..memory.grid import Grid
 from ..memory.pool import PoolStats
-from ..transfer.backend import Backend
+from ..settings import Settings
 from ..transfer.engine import TransferEngine
-from ..transfer.plan import Batch, CopyList, GridPair, Items, Op, Slice, expand, whole_item
-from ..types import Deadline, LLMRole, LLMStatusCode, Placement
-from ..wire.messages import Lookup
-from .cache import Cache, check_addrs
-from .desc import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex
+from ..types import Deadline, Memtype, Placement
+from .args import (
+    DEFAULT_TENSORS_PER_LAYER,
+    WHOLE_ENTRY,
+    block_items,
+    check_equally_long,
+    check_size,
+    deadline_arg,
+    layers_arg,
+)
+from .cache import Cache, cache_tensors
+from .desc import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, MemInfo
+from .keeper import CacheKeeper
+from .layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+from .local_copy import LocalCopier, check_contiguous
+from .mover import Mover, Planner, TransferReport, check_managed, check_movable_blocks
+from .planners import blocks_planner, entries_planner, slices_arg
+from .rules import RemoteKey, Rules
+from .sending import Sending, block_lists, start_sending
 from .store import CacheStore
-from .table import CacheEntry, CacheTable, Key
-
-#: When a cache is freed, peers get this long to end their transfers on it.
-REVOKE_TIMEOUT_S = 6.0
-#: Not a peer: batches that stay in this process.
-_NO_PEER = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TransferReport:
-    """What a finished pull or push did."""
-
-    num_bytes: int
-    backend: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """A checked request: which tensors, which items, which part of each, until when."""
-
-    op: Op
-    local_tensors: range
-    remote_tensors: range
-    local_items: Items
-    remote_items: Items
-    slices: tuple[Slice, ...] | None
-    deadline: Deadline
+from .table import CacheTable
+from .views import Tensor
 
 
 class CacheManager:
-    """Thread-safe. Made by `LLMDataDist.init`; see there."""
+    """Allocates, registers and moves the caches of one `LLMDataDist`, whose property it is. Thread-safe.
+
+    All methods raise TypeError for an argument of a wrong type, ParamInvalid (LLM_PARAM_INVALID) for a value that
+    cannot work, both naming the argument, and ClosedError (LLM_ENGINE_FINALIZED) after `finalize`.
+    """
 
     def __init__(
         self,
         cluster_id: int,
         settings: Settings,
-        role: Callable[[], LLMRole],
+        rules: Rules,
         engine: TransferEngine,
         store: CacheStore,
         table: CacheTable,
         links: LinkManager,
-        check_open: Callable[[], None],
     ) -> None:
-        self._cluster_id = cluster_id
         self._settings = settings
-        self._role = role
-        self._engine = engine
+        self._rules = rules
         self._store = store
         self._table = table
-        self._links = links
-        self._check_open = check_open
+        self.keeper = CacheKeeper(cluster_id, rules, store, table, links)
+        self._mover = Mover(engine, table, links)
+        self._copier = LocalCopier(table)
 
-    # -- memory
+    def is_initialized(self) -> bool:
+        """Whether caches can be used: True until `finalize`."""
+        return self._rules.is_open()
 
-    def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None) -> Cache:
-        """A paged cache of `cache_desc.shape[0]` blocks per tensor from the pool of its placement.
+    # -- contiguous caches
+
+    def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Sequence[CacheKey] = ()) -> Cache:
+        """A contiguous cache from the pool of its placement, held by its id and by each key.
+
+        Args:
+            cache_keys: what peers name batch entries by, the i-th key entry i; of this cluster's own id. A key with
+                neither req_id nor prefix_id fills an unused entry; trailing ones may be left out. A key that is
+                repeated, or that another cache had, names what it was given last. In V1 for PROMPT only. Peers can
+                pull by a key from now on: tell them of a request only when its entry is filled.
 
         Raises:
             ParamInvalid: no pool of that placement (naming the option), or a descriptor that cannot be laid out.
             OutOfMemory: the pool has no free range that large (LLM_OUT_OF_MEMORY; V1 LLM_DEVICE_OUT_OF_MEMORY).
         """
-        self._check_open()
+        self._rules.check_open()
+        keys = self.keeper.batch_keys(cache_desc, cache_keys)
+        return self.keeper.allocate(cache_desc, keys, is_blocks_cache=False)
+
+    def register_cache(
+        self,
+        cache_desc: CacheDesc,
+        addrs: list[int],
+        cache_keys: Sequence[CacheKey] = (),
+        remote_accessible: bool | None = None,
+    ) -> Cache:
+        """Use the caller's memory as a contiguous cache; arguments as for `allocate_cache` and `register_blocks_cache`.
+
+        Its keys hold nothing: after `unregister_cache` nothing here touches that memory.
+        """
+        self._rules.check_open()
+        keys = self.keeper.batch_keys(cache_desc, cache_keys)
+        return self.keeper.register(cache_desc, addrs, keys, False, remote_accessible)
+
+    def deallocate_cache(self, cache: Cache) -> None:
+        """Drop the hold of the cache's id: the handle is of no use any more. Twice is a no-op.
+
+        The memory is freed once no key holds it either: keys go with `remove_cache_key`, and when a peer has pulled
+        them. A blocks cache is freed at once. Linked peers end their transfers on it first.
+        """
+        self._rules.check_open()
+        check_type("cache", cache, Cache)
+        self.keeper.drop_id(cache.cache_id)
+
+    def remove_cache_key(self, cache_key: CacheKey) -> None:
+        """Drop a key; the memory is freed if nothing else holds the cache. An unknown key is a no-op."""
+        self._rules.check_open()
+        check_type("cache_key", cache_key, CacheKey)
+        self.keeper.drop_key(cache_key)
+
+    def unregister_cache(self, cache_id: int) -> None:
+        """Undo `register_cache` or `register_blocks_cache`. Twice is a no-op.
+
+        After it returns, nothing here touches that memory: transfers end first. TimedOut if one does not.
+        """
+        self._rules.check_open()
+        check_type("cache_id", cache_id, int)
+        self.keeper.unregister(cache_id)
+
+    def get_cache_tensors(self, cache: Cache, tensor_index: int = 0) -> list[Tensor]:
+        """Tensor `tensor_index` of a cache, in a list of one (one per device): a zero-copy view, see `Cache.numpy`."""
+        self._rules.check_open()
+        return cache_tensors(cache, tensor_index)
+
+    # -- blocks caches
+
+    def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None) -> Cache:
+        """A paged cache of `cache_desc.shape[0]` blocks per tensor from the pool of its placement.
+
+        Args:
+            blocks_cache_key: what peers name it by; of this cluster's own id. It does not hold the memory.
+
+        Raises:
+            As `allocate_cache`.
+        """
+        self._rules.check_open()
         check_type("cache_desc", cache_desc, CacheDesc)
-        keys = self._blocks_keys(blocks_cache_key)
-        moved = self._caches_named(keys)
-        cache = self._store.allocate(cache_desc, keys, is_blocks_cache=True)
-        self._revoke(moved)
-        return cache
+        return self.keeper.allocate(cache_desc, self.keeper.blocks_keys(blocks_cache_key), is_blocks_cache=True)
 
     def register_blocks_cache(
         self,
@@ -115,55 +164,116 @@ class CacheManager:
 
         The memory must stay valid until `unregister_cache`. Possible at any time, also after linking.
         """
-        self._check_open()
-        check_type("cache_desc", cache_desc, CacheDesc)
-        check_addrs(cache_desc, addrs)
-        keys = self._blocks_keys(blocks_cache_key)
-        if remote_accessible is None:
-            remote_accessible = cache_desc.placement is Placement.DEVICE
-        check_type("remote_accessible", remote_accessible, bool)
-        moved = self._caches_named(keys)
-        cache = self._store.register(cache_desc, addrs, keys, is_blocks_cache=True, accessible=remote_accessible)
-        self._revoke(moved)
-        return cache
+        self._rules.check_open()
+        keys = self.keeper.blocks_keys(blocks_cache_key)
+        return self.keeper.register(cache_desc, addrs, keys, True, remote_accessible)
 
     def deallocate_blocks_cache(self, cache: Cache) -> None:
         """Free a blocks cache: linked peers forget it and end their transfers on it first. Twice is a no-op."""
+        self._rules.check_open()
         check_type("cache", cache, Cache)
-        self._free(cache.cache_id)
-
-    def deallocate_cache(self, cache: Cache) -> None:
-        """Free a cache, of blocks too. Twice is a no-op."""
-        check_type("cache", cache, Cache)
-        self._free(cache.cache_id)
-
-    def unregister_cache(self, cache_id: int) -> None:
-        """Undo `register_blocks_cache`; after it returns, nothing here touches that memory. Twice is a no-op."""
-        check_type("cache_id", cache_id, int)
-        self._free(cache_id)
+        self.keeper.drop_id(cache.cache_id)
 
     def pool_stats(self, placement: Placement = Placement.DEVICE) -> PoolStats:
-        """Use of the pool of one placement, in bytes."""
+        """Use of the pool of one placement, in bytes. (An extension.)"""
+        self._rules.check_open()
         check_type("placement", placement, Placement)
         return self._store.pool_stats(placement)
 
-    # -- moving
+    def remap_registered_memory(self, mem_infos: Sequence[MemInfo] | MemInfo) -> None:
+        """Accepted for DEVICE memory; without an accelerator there is nothing to do."""
+        self._rules.check_open()
+        check_type("mem_infos", mem_infos, list, tuple, MemInfo)
+        infos = [mem_infos] if isinstance(mem_infos, MemInfo) else mem_infos
+        if not infos:
+            raise ParamInvalid("mem_infos is empty; name at least one range of memory")
+        for i, info in enumerate(infos):
+            check_type(f"mem_infos[{i}]", info, MemInfo)
+            if info.mem_type is not Memtype.MEM_TYPE_DEVICE:
+                raise ParamInvalid(f"mem_infos[{i}].mem_type={info.mem_type.name}: only DEVICE memory can be remapped")
+
+    # -- moving contiguous caches
+
+    def pull_cache(
+        self,
+        cache_key: CacheKey | CacheKeyByIdAndIndex,
+        cache: Cache,
+        batch_index: int = 0,
+        size: int = WHOLE_ENTRY,
+        *,
+        src_layer_range: range | None = None,
+        dst_layer_range: range | None = None,
+        tensor_num_per_layer: int = DEFAULT_TENSORS_PER_LAYER,
+    ) -> TransferReport:
+        """The batch entry of a peer that `cache_key` names into entry `batch_index` of ours.
+
+        Returns when the data is there. After an error the destination is undefined. A CacheKey is dropped by its
+        owner when the pull has succeeded.
+
+        Args:
+            size: bytes of every tensor, from the entry's start; -1 for all of one batch entry.
+            src_layer_range, dst_layer_range: equally long ranges of layers; None for all.
+
+        Raises:
+            NotYetLinked, CacheNotExist, ParamInvalid, PeerLost, or TimedOut (in V1 with LLM_WAIT_PROCESS_TIMEOUT).
+        """
+        self._rules.check_open()
+        self._rules.check_may_pull()
+        check_type("cache_key", cache_key, CacheKey, CacheKeyByIdAndIndex)
+        self._rules.check_pull_key(cache_key)
+        check_type("cache", cache, Cache)
+        check_contiguous("cache", cache, "pull_blocks")
+        check_type("batch_index", batch_index, int)
+        check_size(size)
+        local_layers = layers_arg("dst_layer_range", dst_layer_range, tensor_num_per_layer)
+        remote_layers = layers_arg("src_layer_range", src_layer_range, tensor_num_per_layer)
+        plan = entries_planner("cache_key", "batch_index", batch_index, local_layers, remote_layers, size)
+        return self._pull("cache_key", cache_key, cache, plan)
+
+    def push_cache(
+        self,
+        dst_cache_key: CacheKeyByIdAndIndex,
+        src_cache: Cache,
+        src_batch_index: int = 0,
+        src_layer_range: range | None = None,
+        dst_layer_range: range | None = None,
+        size: int = WHOLE_ENTRY,
+        tensor_num_per_layer: int = DEFAULT_TENSORS_PER_LAYER,
+    ) -> TransferReport:
+        """Entry `src_batch_index` of ours into the batch entry of a peer that `dst_cache_key` names.
+
+        Arguments, result and errors as for `pull_cache`.
+        """
+        self._rules.check_open()
+        self._rules.check_may_push()
+        check_type("dst_cache_key", dst_cache_key, CacheKeyByIdAndIndex)
+        check_type("src_cache", src_cache, Cache)
+        check_contiguous("src_cache", src_cache, "push_blocks")
+        check_type("src_batch_index", src_batch_index, int)
+        check_size(size)
+        local_layers = layers_arg("src_layer_range", src_layer_range, tensor_num_per_layer)
+        remote_layers = layers_arg("dst_layer_range", dst_layer_range, tensor_num_per_layer)
+        plan = entries_planner("dst_cache_key", "src_batch_index", src_batch_index, local_layers, remote_layers, size)
+        return self._push(dst_cache_key, src_cache, plan)
+
+    # -- moving blocks
 
     def pull_blocks(
         self,
-        src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
+        src_cache_key: RemoteKey,
         dst_cache: Cache,
         src_blocks: Sequence[int] = (),
         dst_blocks: Sequence[int] = (),
         *,
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
-        tensor_num_per_layer: int = 2,
+        tensor_num_per_layer: int = DEFAULT_TENSORS_PER_LAYER,
         slices: Sequence[tuple[int, int, int]] | None = None,
         deadline_s: float | None = None,
     ) -> TransferReport:
         """Blocks `src_blocks[i]` of the peer's cache into blocks `dst_blocks[i]` of ours, of every tensor.
 
+        Where the key names a contiguous cache, `src_blocks` is empty: its batch entry is cut into consecutive blocks.
         Returns when the data is there. After an error the destination blocks are undefined.
 
         Args:
@@ -174,24 +284,20 @@ class CacheManager:
         Raises:
             NotYetLinked, CacheNotExist, ParamInvalid, PeerLost, or TimedOut (in V1 with LLM_WAIT_PROCESS_TIMEOUT).
         """
-        self._check_open()
-        self._check_v1_role(LLMRole.DECODER, "pull")
+        self._rules.check_open()
+        self._rules.check_may_pull()
         check_type("src_cache_key", src_cache_key, CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey)
+        self._rules.check_pull_key(src_cache_key)
         check_type("dst_cache", dst_cache, Cache)
-        local = tensor_range("dst_layer_range", dst_layer_range, tensor_num_per_layer, dst_cache.cache_desc)
-        transfer = self._transfer(
-            Op.READ,
-            local,
-            src_layer_range,
-            tensor_num_per_layer,
-            dst_blocks,
-            src_blocks,
-            slices,
-            deadline_s,
-            "dst",
-            "src",
-        )
-        return self._move(src_cache_key, dst_cache, transfer)
+        check_movable_blocks("dst_cache", dst_cache, "pull_cache")
+        local_layers = layers_arg("dst_layer_range", dst_layer_range, tensor_num_per_layer)
+        remote_layers = layers_arg("src_layer_range", src_layer_range, tensor_num_per_layer)
+        local = block_items("dst_blocks", dst_blocks)
+        remote = block_items("src_blocks", src_blocks, may_be_empty=True)
+        if len(remote):
+            check_equally_long("dst_blocks", local, "src_blocks", remote)
+        plan = blocks_planner("src_cache_key", local_layers, remote_layers, local, remote, slices_arg(slices))
+        return self._pull("src_cache_key", src_cache_key, dst_cache, plan, deadline_s)
 
     def push_blocks(
         self,
@@ -201,7 +307,7 @@ class CacheManager:
         dst_blocks: Sequence[int] = (),
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
-        tensor_num_per_layer: int = 2,
+        tensor_num_per_layer: int = DEFAULT_TENSORS_PER_LAYER,
         *,
         slices: Sequence[tuple[int, int, int]] | None = None,
         deadline_s: float | None = None,
@@ -210,281 +316,131 @@ class CacheManager:
 
         Arguments, result and errors as for `pull_blocks`; `slices` are (src_offset, dst_offset, num_bytes).
         """
-        self._check_open()
-        self._check_v1_role(LLMRole.PROMPT, "push")
+        self._rules.check_open()
+        self._rules.check_may_push()
         check_type("dst_cache_key", dst_cache_key, BlocksCacheKey)
         check_type("src_cache", src_cache, Cache)
-        local = tensor_range("src_layer_range", src_layer_range, tensor_num_per_layer, src_cache.cache_desc)
-        transfer = self._transfer(
-            Op.WRITE,
-            local,
-            dst_layer_range,
-            tensor_num_per_layer,
-            src_blocks,
-            dst_blocks,
-            slices,
-            deadline_s,
-            "src",
-            "dst",
-        )
-        return self._move(dst_cache_key, src_cache, transfer)
+        check_movable_blocks("src_cache", src_cache, "push_cache")
+        local_layers = layers_arg("src_layer_range", src_layer_range, tensor_num_per_layer)
+        remote_layers = layers_arg("dst_layer_range", dst_layer_range, tensor_num_per_layer)
+        local, remote = block_items("src_blocks", src_blocks), block_items("dst_blocks", dst_blocks)
+        check_equally_long("src_blocks", local, "dst_blocks", remote)
+        plan = blocks_planner("dst_cache_key", local_layers, remote_layers, local, remote, slices_arg(slices))
+        return self._push(dst_cache_key, src_cache, plan, deadline_s)
+
+    def transfer_cache_async(
+        self,
+        src_cache: Cache,
+        layer_synchronizer: LayerSynchronizer,
+        transfer_configs: Sequence[TransferConfig | TransferWithCacheKeyConfig],
+        src_block_indices: Sequence[int] | None = None,
+        dst_block_indices: Sequence[int] | None = None,
+        dst_block_memory_size: int | None = None,
+    ) -> CacheTask:
+        """Send layer after layer, each as soon as `layer_synchronizer` releases it, to every destination.
+
+        Returns at once. Destinations are independent: one that fails or is slow does not touch the others. A layer
+        has two tensors.
+
+        Args:
+            transfer_configs: one per destination: addresses in its memory, or the key of its cache.
+            src_block_indices, dst_block_indices: equally long, from blocks to blocks. From a contiguous source: only
+                `dst_block_indices`, into which the batch entry is cut, or neither, for a contiguous destination.
+            dst_block_memory_size: bytes of one destination block; needed from a contiguous source to blocks at
+                addresses.
+
+        Raises:
+            TypeError, ParamInvalid, CacheNotExist: what can be seen from here. What only a destination knows, such
+                as an unknown key, is its status in `CacheTask.get_results`.
+        """
+        self._rules.check_open()
+        self._rules.check_may_push()
+        check_type("src_cache", src_cache, Cache)
+        check_type("layer_synchronizer", layer_synchronizer, LayerSynchronizer)
+        check_type("transfer_configs", transfer_configs, list, tuple)
+        if not transfer_configs:
+            raise ParamInvalid("transfer_configs is empty; name at least one destination")
+        for i, config in enumerate(transfer_configs):
+            check_type(f"transfer_configs[{i}]", config, TransferConfig, TransferWithCacheKeyConfig)
+        blocks = block_lists(src_cache.is_blocks_cache, src_block_indices, dst_block_indices, dst_block_memory_size)
+        check_managed("src_cache", src_cache)
+        source = self._table.pin(src_cache.cache_id)
+        try:
+            sending = Sending(self._mover, self._rules, source, blocks, self._settings.sync_kv_timeout_s)
+            return start_sending(sending, self._table, layer_synchronizer, transfer_configs)
+        except BaseException:
+            self._table.unpin(source)
+            raise
+
+    # -- copies on this side
+
+    def copy_cache(
+        self,
+        dst: Cache,
+        src: Cache,
+        dst_batch_index: int = 0,
+        src_batch_index: int = 0,
+        offset: int = 0,
+        size: int = WHOLE_ENTRY,
+        req_id: int | None = None,
+    ) -> None:
+        """Batch entry `src_batch_index` of `src` over entry `dst_batch_index` of `dst`; the descriptors must match.
+
+        Args:
+            offset, size: the part of the entry of every tensor, in bytes; size -1 means up to its end.
+            req_id: for the original's logs only.
+        """
+        self._rules.check_open()
+        check_type("dst", dst, Cache)
+        check_type("src", src, Cache)
+        check_type("dst_batch_index", dst_batch_index, int)
+        check_type("src_batch_index", src_batch_index, int)
+        check_type("offset", offset, int)
+        check_size(size)
+        if req_id is not None:
+            check_type("req_id", req_id, int)
+        self._copier.copy_entry(dst, src, dst_batch_index, src_batch_index, offset, size)
 
     def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
         """Copy block `src` over each block of `copy_block_info[src]`, in every tensor of one blocks cache.
 
         All sources are read as they were before the call, also when a block is a source and a target.
         """
-        self._check_open()
+        self._rules.check_open()
         check_type("cache", cache, Cache)
         check_type("copy_block_info", copy_block_info, dict)
-        sources, targets = _flatten_copies(copy_block_info)
-        with self._table.pinned(cache.cache_id) as entry:
-            if not cache.is_blocks_cache:
-                raise ParamInvalid("cache is not a blocks cache; use copy_cache")
-            self._copy(entry.grids, block_items("copy_block_info", sources), block_items("copy_block_info", targets))
+        self._copier.copy_blocks(cache, copy_block_info)
+
+    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
+        """Copy block `src` of `src_cache` over block `src_to_dst[src]` of `dst_cache`, of every tensor.
+
+        One of the two is on DEVICE, the other on HOST (`allocate_blocks_cache`, `register_blocks_cache` or
+        `Cache.create_cpu_cache`); either direction.
+        """
+        self._rules.check_open()
+        check_type("src_cache", src_cache, Cache)
+        check_type("dst_cache", dst_cache, Cache)
+        check_type("src_to_dst", src_to_dst, dict)
+        self._copier.swap_blocks(src_cache, dst_cache, src_to_dst)
 
     # -- inside
 
-    def _move(
-        self, key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, cache: Cache, transfer: _Transfer
+    def _pull(
+        self, name: str, key: RemoteKey, cache: Cache, plan: Planner, deadline_s: float | None = None
     ) -> TransferReport:
-        started_s = time.perf_counter()
         try:
-            link = self._links.get(key.cluster_id)
-            with link.transferring(), self._table.pinned(cache.cache_id) as entry:
-                backend_names, num_bytes = self._move_on(link, key, entry, transfer)
+            return self._mover.pull(name, key, cache, plan, self._deadline(deadline_s))
         except TimedOut as error:
-            raise self._timed_out(error) from error
-        return TransferReport(num_bytes, "+".join(backend_names), time.perf_counter() - started_s)
+            raise self._rules.timed_out(error) from error
 
-    def _move_on(
-        self, link: Link, key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, entry: CacheEntry, transfer: _Transfer
-    ) -> tuple[list[str], int]:
-        with ExitStack() as stack:
-            remote = self._use_remote(link, key, transfer.deadline, stack)
-            batches = list(_batches(link, entry, remote, transfer))
-            for _, batch in batches:
-                batch.check()
-            for backend, batch in batches:
-                self._engine.run(backend, batch)
-        return [backend.name for backend, _ in batches], sum(batch.num_bytes for _, batch in batches)
-
-    def _use_remote(self, link: Link, key: Any, deadline: Deadline, stack: ExitStack) -> RemoteCache:
-        """The peer's cache, held against its being freed. Looked up once more if it was just freed and remade."""
-        query = _query(key)
-        remote = link.remote_cache(query, deadline)
+    def _push(self, key: RemoteKey, cache: Cache, plan: Planner, deadline_s: float | None = None) -> TransferReport:
         try:
-            stack.enter_context(remote.used())
-        except CacheNotExist:
-            remote = link.remote_cache(query, deadline)
-            stack.enter_context(remote.used())
-        return remote
+            return self._mover.push(key, cache, plan, self._deadline(deadline_s))
+        except TimedOut as error:
+            raise self._rules.timed_out(error) from error
 
-    def _transfer(
-        self,
-        op: Op,
-        local_tensors: range,
-        remote_layers: range | None,
-        tensor_num_per_layer: int,
-        local_blocks: Sequence[int],
-        remote_blocks: Sequence[int],
-        slices: Sequence[tuple[int, int, int]] | None,
-        deadline_s: float | None,
-        local_name: str,
-        remote_name: str,
-    ) -> _Transfer:
-        local_items = block_items(f"{local_name}_blocks", local_blocks)
-        remote_items = block_items(f"{remote_name}_blocks", remote_blocks)
-        if len(local_items) != len(remote_items):
-            raise ParamInvalid(
-                f"{local_name}_blocks has {len(local_items)} indices but {remote_name}_blocks has {len(remote_items)}; "
-                "they must be equally long"
-            )
-        remote_tensors = tensor_range(f"{remote_name}_layer_range", remote_layers, tensor_num_per_layer, None)
-        deadline = Deadline.after(self._settings.sync_kv_timeout_s if deadline_s is None else deadline_s)
-        parts = None if slices is None else tuple(Slice(*one) for one in slices)
-        return _Transfer(op, local_tensors, remote_tensors, local_items, remote_items, parts, deadline)
-
-    def _copy(self, grids: Sequence[Grid], src: Items, dst: Items) -> None:
-        if len(np.unique(dst)) != len(dst):
-            raise ParamInvalid("copy_block_info names a target block twice; each can be written once")
-        pairs = tuple(GridPair(local=grid, remote=grid) for grid in grids)
-        batch = Batch(_NO_PEER, Op.READ, pairs, dst, src, whole_item(grids[0].item_bytes), Deadline.never())
-        batch.check()
-        bases = {grid.region_id: self._store.region_address(grid.region_id) for grid in grids}
-        ranges = expand(batch, bases, bases)
-        if len(np.intersect1d(src, dst)) == 0:
-            scatter_copy(ranges.local, ranges.remote, ranges.num_bytes)
-        else:
-            _copy_through_buffer(ranges)
-
-    def _free(self, cache_id: int) -> None:
-        entry = self._table.retire(cache_id)
-        if entry is None:
-            return
-        self._revoke([cache_id])
-        self._table.settle(entry)
-
-    def _revoke(self, cache_ids: Iterable[int]) -> None:
-        """Have every linked peer forget these caches. A peer that does not answer loses its link: it might still
-        be writing, and a link that is down cannot."""
-        for cache_id in cache_ids:
-            for link in self._links.links():
-                try:
-                    link.revoke(cache_id, Deadline.after(REVOKE_TIMEOUT_S))
-                except LLMException as error:
-                    link.close(error)
-
-    def _caches_named(self, keys: Iterable[Key]) -> list[int]:
-        """Caches that lose one of `keys` to a new cache; peers that know them by it must ask again."""
-        named = []
-        for key in keys:
-            try:
-                named.append(self._table.by_key(key).entry.cache_id)
-            except CacheNotExist:
-                continue
-        return named
-
-    def _blocks_keys(self, key: BlocksCacheKey | None) -> dict[Key, int]:
-        if key is None:
-            return {}
-        check_type("blocks_cache_key", key, BlocksCacheKey)
-        if key.cluster_id != self._cluster_id:
-            raise ParamInvalid(
-                f"blocks_cache_key.cluster_id={key.cluster_id} must be this cluster's own id, {self._cluster_id}"
-            )
-        if not self._settings.v2 and self._role() is not LLMRole.PROMPT:
-            raise ParamInvalid("blocks_cache_key: in V1 only a PROMPT cluster may hold cache keys")
-        return {key: 0}
-
-    def _check_v1_role(self, role: LLMRole, what: str) -> None:
-        if not self._settings.v2 and self._role() not in (role, LLMRole.MIX):
-            raise FeatureNotEnabled(
-                f"in V1 only a {role.name} cluster can {what}; this one is {self._role().name}",
-                LLMStatusCode.LLM_PARAM_INVALID,
-            )
-
-    def _timed_out(self, error: TimedOut) -> TimedOut:
-        if self._settings.v2:
-            return error
-        return TimedOut(str(error), LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
+    def _deadline(self, deadline_s: float | None) -> Deadline:
+        return deadline_arg(deadline_s, self._settings.sync_kv_timeout_s)
 
 
 KvCacheManager = CacheManager
-
-
-def tensor_range(name: str, layers: range | None, per_layer: int, desc: CacheDesc | None) -> range:
-    """Tensor indices of a range of layers; `range(0)` stands for "all" where the descriptor is not known yet."""
-    check_type("tensor_num_per_layer", per_layer, int)
-    if per_layer < 1:
-        raise ParamInvalid(f"tensor_num_per_layer={per_layer} must be at least 1")
-    if layers is None:
-        return range(0) if desc is None else range(desc.num_tensors)
-    check_type(name, layers, range)
-    if layers.step != 1 or layers.start < 0 or len(layers) == 0:
-        raise ParamInvalid(f"{name}={layers} must be a non-empty range with step 1")
-    if desc is not None:
-        check_tensors(name, layers, per_layer, desc.num_tensors)
-    return range(layers.start * per_layer, layers.stop * per_layer)
-
-
-def check_tensors(name: str, layers: range, per_layer: int, num_tensors: int) -> None:
-    """Raise unless the layers exist and `tensor_num_per_layer` divides the number of tensors."""
-    if num_tensors % per_layer:
-        raise ParamInvalid(f"tensor_num_per_layer={per_layer} does not divide num_tensors={num_tensors}")
-    if layers.stop * per_layer > num_tensors:
-        raise ParamInvalid(f"{name}={layers} is out of range: the cache has {num_tensors // per_layer} layers")
-
-
-def block_items(name: str, blocks: Sequence[int]) -> Items:
-    """Block indices as an array. TypeError / ParamInvalid naming the argument for anything else."""
-    if isinstance(blocks, np.ndarray):
-        items = blocks
-    else:
-        check_type(name, blocks, list, tuple)
-        items = np.array(blocks) if len(blocks) else np.empty(0, dtype=np.int64)
-    if items.ndim != 1 or items.dtype.kind not in "iu":
-        raise TypeError(f"{name} must hold ints only")
-    if len(items) == 0:
-        raise ParamInvalid(f"{name} is empty; name at least one block")
-    if int(items.min()) < 0:
-        raise ParamInvalid(f"{name} holds the negative index {int(items.min())}")
-    return np.ascontiguousarray(items, dtype=np.int64)
-
-
-def _copy_through_buffer(ranges: CopyList) -> None:
-    """For ranges whose sources and targets overlap."""
-    buffer = np.empty(ranges.total_bytes, dtype=np.uint8)
-    staged = buffer.ctypes.data + np.concatenate(([0], np.cumsum(ranges.num_bytes)[:-1]))
-    scatter_copy(staged, ranges.remote, ranges.num_bytes)
-    scatter_copy(ranges.local, staged, ranges.num_bytes)
-
-
-def _flatten_copies(copy_block_info: dict[int, list[int]]) -> tuple[list[int], list[int]]:
-    sources: list[int] = []
-    targets: list[int] = []
-    for source, one in copy_block_info.items():
-        check_type("copy_block_info key", source, int)
-        check_type(f"copy_block_info[{source}]", one, list, tuple)
-        sources += [source] * len(one)
-        targets += one
-    return sources, targets
-
-
-def _query(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey) -> Lookup:
-    if isinstance(key, BlocksCacheKey):
-        return Lookup(0, "blocks", key.cluster_id, model_id=key.model_id)
-    if isinstance(key, CacheKeyByIdAndIndex):
-        return Lookup(0, "id", key.cluster_id, cache_id=key.cache_id, batch_index=key.batch_index)
-    return Lookup(0, "cache", key.cluster_id, model_id=key.model_id, req_id=key.req_id, prefix_id=key.prefix_id)
-
-
-def _batches(
-    link: Link, entry: CacheEntry, remote: RemoteCache, transfer: _Transfer
-) -> Iterable[tuple[Backend, Batch]]:
-    """One batch per backend that the regions of the two caches need; usually one in all."""
-    by_backend: dict[Backend, list[GridPair]] = {}
-    for pair in _pairs(entry, remote, transfer):
-        by_backend.setdefault(remote.backend_of[pair.remote.region_id], []).append(pair)
-    for backend, pairs in by_backend.items():
-        slices = transfer.slices or whole_item(pairs[0].local.item_bytes)
-        yield (
-            backend,
-            Batch(
-                link.link_id,
-                transfer.op,
-                tuple(pairs),
-                transfer.local_items,
-                transfer.remote_items,
-                slices,
-                transfer.deadline,
-            ),
-        )
-
-
-def _pairs(entry: CacheEntry, remote: RemoteCache, transfer: _Transfer) -> list[GridPair]:
-    remote_tensors = transfer.remote_tensors or range(len(remote.grids))
-    if len(remote_tensors) != len(transfer.local_tensors):
-        raise ParamInvalid(
-            f"{len(transfer.local_tensors)} tensors here but {len(remote_tensors)} at the peer; "
-            "num_tensors or the layer ranges of the two ends must match"
-        )
-    if remote_tensors.stop > len(remote.grids):
-        raise ParamInvalid(
-            f"tensors up to {remote_tensors.stop - 1} were asked for; the peer's cache has {len(remote.grids)}"
-        )
-    pairs = [
-        GridPair(entry.grids[a], remote.grids[b]) for a, b in zip(transfer.local_tensors, remote_tensors, strict=True)
-    ]
-    if transfer.slices is None:
-        _check_same_items(pairs)
-    return pairs
-
-
-def _check_same_items(pairs: Sequence[GridPair]) -> None:
-    for pair in pairs:
-        if pair.local.item_bytes != pair.remote.item_bytes:
-            raise ParamInvalid(
-                f"a block has {pair.local.item_bytes} bytes here but {pair.remote.item_bytes} at the peer; the two "
-                "descriptors (shape, data_type) must match"
-            )

@@ -11,52 +11,46 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import msgspec
-
 from ..errors import (
     CacheNotExist,
     ClosedError,
-    LinkFailed,
+    LinkBusy,
     LLMException,
     NotYetLinked,
     ParamInvalid,
     PeerLost,
-    ProtocolError,
     RemoteError,
     TimedOut,
-    Unreachable,
 )
 from ..transfer.backend import Backend
 from ..transfer.engine import TransferEngine
 from ..types import Deadline, LLMStatusCode
 from ..wire import messages as m
 from ..wire.channel import Channel
-from .probe import attach_region
-from .remote import RemoteCache
+from .answers import Answers, CacheService
+from .peer_caches import PeerCaches
 from .state import LinkMachine, LinkState
 
 logger = logging.getLogger(__name__)
 
-#: How long an owner that frees a cache waits for this end's running transfers.
-REVOKE_WAIT_S = 5.0
-#: The dialling end may use the link a moment before the listening end has put it into its table.
-ESTABLISH_WAIT_S = 5.0
-
 
 @dataclass(frozen=True, slots=True)
 class LinkInfo:
-    """What users may want to know of a link.
+    """What users may want to know of a link. (An extension.)
 
     Attributes:
+        remote_cluster_id: the other end.
+        peer_address: its address, "ip:port".
         backend: the best backend that works; transfers use it unless a region needs another one.
         backends: all that work, best first.
         rejected: the others, each with the reason.
+        state: "up", or what it is on the way from or to.
     """
 
     remote_cluster_id: int
@@ -72,7 +66,7 @@ class LinkServices:
     """What the layers above do for a link.
 
     Attributes:
-        serve_lookup: (query, remote cluster id) -> CacheInfo, or an LLMException.
+        caches: answers what peers ask of our caches.
         serve_call: (service, remote cluster id, body) -> reply body, or an LLMException.
         on_unlink: called in the executor when the peer asks to unlink; cleans this end up and answers.
         on_down: called once, in the executor, when the link is gone.
@@ -81,7 +75,7 @@ class LinkServices:
 
     engine: TransferEngine
     executor: Executor
-    serve_lookup: Callable[[m.Lookup, int], m.CacheInfo]
+    caches: CacheService
     serve_call: Callable[[str, int, bytes], bytes]
     on_unlink: Callable[[Link], None]
     on_down: Callable[[Link, LLMException], None]
@@ -108,15 +102,14 @@ class Link:
         self.backends: list[Backend] = []
         self.rejected: dict[str, str] = {}
         self.channel = channel
+        self.peer_caches = PeerCaches(self)
+        self.answers = Answers(self, services)
         self._services = services
         self._lock = threading.Lock()
         self._machine = LinkMachine(dialling)
         self._request_ids = itertools.count(1)
         self._pending: dict[int, Future[m.AnyMessage]] = {}
         self._steps: dict[type, Future[m.AnyMessage]] = {}
-        self._remote: dict[int, RemoteCache] = {}
-        self._keys: dict[m.Lookup, RemoteCache] = {}
-        self._served_cache_ids: set[int] = set()
         self._idle = threading.Condition(self._lock)
         self._num_transfers = 0
         self._down_error: LLMException | None = None
@@ -182,61 +175,15 @@ class Link:
         answer = self.request(lambda i: m.Call(i, service, body), deadline)
         return answer.body if isinstance(answer, m.Reply) else b""
 
-    # -- caches
-
-    def remote_cache(self, query: m.Lookup, deadline: Deadline) -> RemoteCache:
-        """The peer's cache for a query (`request_id` 0), from what we know or by asking. Regions are attached."""
-        with self._lock:
-            known = self._keys.get(query)
-        if known is not None and not known.revoked:
-            return known
-        answer = self.request(lambda i: msgspec.structs.replace(query, request_id=i), deadline)
-        if not isinstance(answer, m.Found):
-            raise ProtocolError(f"the peer answered a Lookup with {type(answer).__name__}")
-        with self._lock:
-            remote = self._remote.get(answer.cache.cache_id)
-        if remote is None:
-            raise CacheNotExist(f"cache {answer.cache.cache_id} was freed by its owner meanwhile")
-        self._attach(remote, deadline)
-        with self._lock:
-            self._keys[query] = remote
-        return remote
-
-    def _attach(self, remote: RemoteCache, deadline: Deadline) -> None:
-        for region in remote.info.regions:
-            if region.region_id not in remote.backend_of:
-                remote.backend_of[region.region_id] = self._best_backend(region, deadline)
-
-    def _best_backend(self, region: m.RegionInfo, deadline: Deadline) -> Backend:
-        reasons: list[str] = []
-        for backend in self.backends:
-            try:
-                attach_region(backend, self.link_id, region, deadline)
-            except Unreachable as error:
-                reasons.append(f"{backend.name}: {error}")
-                continue
-            if reasons:
-                logger.info(
-                    "link to cluster %d uses %s for one region (%s)", self.peer.cluster_id, backend.name, reasons
-                )
-            return backend
-        raise LinkFailed(f"no backend of the link reaches region {region.region_id}: {'; '.join(reasons)}")
-
-    def revoke(self, cache_id: int, deadline: Deadline) -> None:
-        """Tell the peer that our cache is going, and wait until it uses it no more. No-op if it never asked for it."""
-        with self._lock:
-            if cache_id not in self._served_cache_ids:
-                return
-            self._served_cache_ids.discard(cache_id)
-        self.request(lambda i: m.Revoke(i, cache_id), deadline)
-
     # -- transfers
 
     @contextmanager
     def transferring(self) -> Iterator[None]:
-        """Around a transfer: unlinking waits for it. NotYetLinked unless the link is up."""
+        """Around a transfer: unlinking waits for it. NotYetLinked unless it is up, LinkBusy while it is unlinked."""
         with self._lock:
             self._raise_if_not_up()
+            if self.parting:
+                raise LinkBusy(f"the link to cluster {self.peer.cluster_id} is being unlinked")
             self._num_transfers += 1
         try:
             yield
@@ -258,6 +205,8 @@ class Link:
 
     def _on_message(self, message: m.AnyMessage) -> None:
         with self._lock:
+            if self._machine.state is LinkState.DOWN:
+                return  # both ends parted at once, and this was still under way
             self._machine.received(message)
         handler = _HANDLERS.get(type(message))
         if handler is not None:
@@ -269,15 +218,21 @@ class Link:
             future.set_result(message)
 
     def _on_found(self, message: m.Found) -> None:
+        self._learn(message, [message.cache])
+
+    def _on_located(self, message: m.Located) -> None:
+        self._learn(message, message.caches)
+
+    def _learn(self, message: m.Found | m.Located, infos: Sequence[m.CacheInfo]) -> None:
+        with self._lock:
+            if message.request_id not in self._pending:
+                return  # nobody asked, or nobody waits any more
         try:
-            remote = RemoteCache(message.cache)
+            self.peer_caches.learn(infos)
         except LLMException as error:
             self._answer(message.request_id, m.Failure(message.request_id, int(error.status_code), str(error)))
-            return
-        # Known from this moment on: a Revoke that is right behind this message must find it.
-        with self._lock:
-            self._remote.setdefault(message.cache.cache_id, remote)
-        self._answer(message.request_id, message)
+        else:
+            self._answer(message.request_id, message)
 
     def _on_answer(self, message: m.Reply | m.Failure) -> None:
         self._answer(message.request_id, message)
@@ -294,66 +249,11 @@ class Link:
     def _on_pong(self, message: m.Pong) -> None:
         """Having arrived is all that counts."""
 
-    def _on_lookup(self, message: m.Lookup) -> None:
-        self._in_executor(message.request_id, lambda: self._serve_lookup(message))
-
-    def _serve_lookup(self, message: m.Lookup) -> m.AnyMessage:
-        cache = self._services.serve_lookup(message, self.peer.cluster_id)
-        with self._lock:
-            self._served_cache_ids.add(cache.cache_id)
-        return m.Found(message.request_id, cache)
-
-    def _on_call(self, message: m.Call) -> None:
-        def serve() -> m.AnyMessage:
-            body = self._services.serve_call(message.service, self.peer.cluster_id, message.body)
-            return m.Reply(message.request_id, body)
-
-        self._in_executor(message.request_id, serve)
-
     def _on_unlink(self, message: m.Unlink) -> None:
         if self._machine.state is LinkState.UNLINKING:
             self.send(m.Unlinked())  # both ends asked at once; our own call does the cleaning
         else:
             self._services.executor.submit(self._services.on_unlink, self)
-
-    def _on_revoke(self, message: m.Revoke) -> None:
-        self._in_executor(message.request_id, lambda: self._forget(message))
-
-    def _forget(self, message: m.Revoke) -> m.AnyMessage:
-        with self._lock:
-            remote = self._remote.pop(message.cache_id, None)
-            self._keys = {k: v for k, v in self._keys.items() if v.cache_id != message.cache_id}
-            still_needed = {r.region_id for c in self._remote.values() for r in c.info.regions}
-        if remote is not None:
-            if not remote.revoke(Deadline.after(REVOKE_WAIT_S)):
-                raise TimedOut(f"a transfer on cache {message.cache_id} is still running")
-            for region_id, backend in remote.backend_of.items():
-                if region_id not in still_needed and not self._is_beacon_region(region_id):
-                    backend.detach(self.link_id, region_id)
-        return m.Reply(message.request_id)
-
-    def _is_beacon_region(self, region_id: int) -> bool:
-        return self.peer.beacon is not None and self.peer.beacon.region.region_id == region_id
-
-    def _in_executor(self, request_id: int, serve: Callable[[], m.AnyMessage]) -> None:
-        def run() -> None:
-            self.established.wait(ESTABLISH_WAIT_S)
-            try:
-                answer = serve()
-            except LLMException as error:
-                answer = m.Failure(request_id, int(error.status_code), str(error))
-            except Exception as error:  # a service of the layer above failed: the caller must hear of it
-                logger.exception("a service failed")
-                answer = m.Failure(request_id, int(LLMStatusCode.LLM_FAILED), f"{type(error).__name__}: {error}")
-            try:
-                self.send(answer)
-            except LLMException as error:
-                logger.debug("an answer could not be sent: %s", error)
-
-        try:
-            self._services.executor.submit(run)
-        except RuntimeError:
-            logger.debug("a request came while finalizing")
 
     # -- the end
 
@@ -391,13 +291,16 @@ class Link:
 
 _HANDLERS: dict[type, Callable[[Link, m.AnyMessage], None]] = {
     m.Found: Link._on_found,  # type: ignore[dict-item]
+    m.Located: Link._on_located,  # type: ignore[dict-item]
     m.Reply: Link._on_answer,  # type: ignore[dict-item]
     m.Failure: Link._on_answer,  # type: ignore[dict-item]
     m.Ping: Link._on_ping,  # type: ignore[dict-item]
     m.Pong: Link._on_pong,  # type: ignore[dict-item]
-    m.Lookup: Link._on_lookup,  # type: ignore[dict-item]
-    m.Call: Link._on_call,  # type: ignore[dict-item]
-    m.Revoke: Link._on_revoke,  # type: ignore[dict-item]
+    m.Lookup: lambda link, message: link.answers.on_lookup(message),  # type: ignore[arg-type]
+    m.Locate: lambda link, message: link.answers.on_locate(message),  # type: ignore[arg-type]
+    m.Consume: lambda link, message: link.answers.on_consume(message),  # type: ignore[arg-type]
+    m.Call: lambda link, message: link.answers.on_call(message),  # type: ignore[arg-type]
+    m.Revoke: lambda link, message: link.answers.on_revoke(message),  # type: ignore[arg-type]
     m.Unlink: Link._on_unlink,  # type: ignore[dict-item]
 }
 

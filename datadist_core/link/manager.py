@@ -10,52 +10,44 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from functools import partial
 
-from ..config import HostPort, Settings
+from ..checks import HostPort
 from ..errors import (
     AlreadyLinked,
     ClosedError,
+    LinkBusy,
     LinkFailed,
     LLMException,
     NotYetLinked,
     PeerLost,
-    ProtocolError,
     TimedOut,
 )
+from ..settings import Settings
 from ..transfer.engine import TransferEngine
-from ..types import Deadline, LLMRole, LLMStatusCode
+from ..types import Deadline, LLMStatusCode
 from ..wire import messages as m
 from ..wire.channel import HELLO_TIMEOUT_S, Channel, ControlLoop
+from .answers import CacheService
+from .fanout import run_all
+from .handshake import HEARTBEAT_S, Handshake, LocalEnd
 from .link import Link, LinkServices, wait_for
-from .probe import BeaconMemory, ProbeResult, probe_backends
+from .listening import Listeners
+from .probe import ProbeResult
 from .state import LinkState
 
 logger = logging.getLogger(__name__)
 
-#: A dead process shows at once, by its closed connection. Heartbeats are for hosts and networks that go silent, and
-#: must not take a peer for dead that only has too little processor time.
-HEARTBEAT_S = 4.0
 #: A silent peer is given up after this many heartbeats.
 MISSED_HEARTBEATS = 3
 #: An accepted handshake may take this long in all.
 ACCEPT_TIMEOUT_S = 30.0
 #: When the peer unlinks, our own running transfers get this long to end.
 UNLINK_WAIT_S = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class LocalEnd:
-    """What this end says of itself in a handshake."""
-
-    cluster_id: int
-    incarnation: bytes
-    v2: bool
-    software: str
-    beacon: m.Beacon
-    memory: BeaconMemory
-    role: Callable[[], LLMRole]
+#: Calls look at their deadline themselves; this is for one that is stuck somewhere else.
+LATE_S = 2.0
+_PARTED = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,34 +67,42 @@ class LinkManager:
         local: LocalEnd,
         settings: Settings,
         engine: TransferEngine,
-        serve_lookup: Callable[[m.Lookup, int], m.CacheInfo],
+        caches: CacheService,
         serve_call: Callable[[str, int, bytes], bytes],
         on_link_lost: Callable[[int, LLMException], None],
     ) -> None:
-        self._local = local
         self._settings = settings
         self._engine = engine
         self._on_link_lost = on_link_lost
         self._executor = ThreadPoolExecutor(64, thread_name_prefix="datadist-link")
-        self._dialler = ThreadPoolExecutor(64, thread_name_prefix="datadist-dial")
-        self._services = LinkServices(engine, self._executor, serve_lookup, serve_call, self._on_unlink, self._on_down)
+        self._services = LinkServices(engine, self._executor, caches, serve_call, self._on_unlink, self._on_down)
+        self._handshake = Handshake(local, engine, self._enter, self._is_dialling)
         self._loop = ControlLoop(str(local.cluster_id))
         self._lock = threading.Lock()
         self._links: dict[int, Link] = {}
         self._dialling: set[int] = set()
-        self._accepting: set[Link] = set()
+        #: In the handshake, at either end.
+        self._unfinished: set[Link] = set()
         self._failures: dict[int, LLMException] = {}
         self._link_ids = itertools.count(1)
         self._closed = False
+        #: Peers that asked to part and have no answer yet; see `close`.
+        self._answering: set[Link] = set()
+        self._answered = threading.Condition(self._lock)
+        self.listeners = Listeners(self._loop, self._accept, engine.listen)
+        #: Told of every link that has ended, also of one that we ended ourselves. Must not block.
+        self.on_gone: Callable[[Link, LLMException], None] = lambda link, error: None
         self._heartbeat = asyncio.run_coroutine_threadsafe(self._beat(), self._loop.loop)
 
     # -- the table
 
     def get(self, cluster_id: int) -> Link:
-        """The link that is up. Raises NotYetLinked with what is known of why not."""
+        """The link that is up. Raises NotYetLinked with what is known of why not, LinkBusy while it is unlinked."""
         with self._lock:
             link = self._links.get(cluster_id)
             reason = self._failures.get(cluster_id)
+        if link is not None and link.state in (LinkState.UNLINKING, LinkState.UNLINKING_PEER):
+            raise LinkBusy(f"the link to cluster {cluster_id} is being unlinked")
         if link is None or not link.is_up:
             raise NotYetLinked(
                 f"no link to cluster {cluster_id}{f' (last: {reason})' if reason else ''}; link_clusters first"
@@ -110,8 +110,9 @@ class LinkManager:
         return link
 
     def links(self) -> list[Link]:
+        """All that have not ended."""
         with self._lock:
-            return list(self._links.values())
+            return [link for link in self._links.values() if link.state is not LinkState.DOWN]
 
     def failure(self, cluster_id: int) -> LLMException | None:
         """Why the last attempt to link to that cluster failed, or why its link broke."""
@@ -122,106 +123,71 @@ class LinkManager:
         with self._lock:
             return next((x for x in self._links.values() if x.link_id == link_id), None)
 
-    # -- listening
+    def note_failure(self, cluster_id: int, error: LLMException) -> None:
+        """Have `failure` say this until that cluster is linked."""
+        with self._lock:
+            if cluster_id not in self._links:
+                self._failures[cluster_id] = error
 
-    def listen(self, address: HostPort) -> HostPort:
-        return self._loop.listen(address, self._accept)
-
-    def stop_listening(self) -> None:
-        self._loop.stop_listening()
+    # -- accepting
 
     def _accept(self, channel: Channel) -> None:
         """A stranger has connected (control loop's thread)."""
         link = Link(next(self._link_ids), channel, self._services, dialling=False)
         with self._lock:
-            self._accepting.add(link)
-        link.expect(m.Hello).add_done_callback(lambda _: self._executor.submit(self._answer_hello, link))
+            self._unfinished.add(link)
+        link.expect(m.Hello).add_done_callback(lambda _: self._hello_came(link))
         self._loop.loop.call_later(HELLO_TIMEOUT_S, self._drop_silent, link)
 
     def _drop_silent(self, link: Link) -> None:
         if link.state is LinkState.START:
             link.close(TimedOut(f"{link.channel.peer_address} did not say hello within {HELLO_TIMEOUT_S} s"))
 
+    def _hello_came(self, link: Link) -> None:
+        try:
+            self._executor.submit(self._answer_hello, link)
+        except RuntimeError:
+            logger.debug("a link was asked for while finalizing")
+
     def _answer_hello(self, link: Link) -> None:
         deadline = Deadline.after(ACCEPT_TIMEOUT_S)
         try:
             hello = link.expect(m.Hello).result(0)
             if isinstance(hello, m.Hello):
-                self._shake_hands(link, hello, deadline)
+                self._handshake.answer(link, hello, deadline)
         except LLMException as error:
             logger.info("a link from %s was not made: %s", link.channel.peer_address, error)
-            self._refuse(link, error)
+            self._handshake.refuse(link, error)
         finally:
             with self._lock:
-                self._accepting.discard(link)
-
-    def _shake_hands(self, link: Link, hello: m.Hello, deadline: Deadline) -> None:
-        self._check_hello(hello)
-        link.peer.cluster_id, link.peer.incarnation = hello.cluster_id, hello.incarnation
-        link.peer.role, link.peer.beacon, link.peer.offers = hello.role, hello.beacon, hello.offers
-        link.channel.allow_large()
-        link.send(self._welcome())
-        result = self._probe(link, hello.link_token, deadline)
-        link.send(m.Probed(result.usable, result.rejected))
-        ready = wait_for(link.expect(m.Ready), deadline, "the dialling end did not finish the handshake")
-        if isinstance(ready, m.Ready):
-            self._enter(link, ready.backends, result)
-            link.send(m.Established())
-            link.established.set()
-
-    def _check_hello(self, hello: m.Hello) -> None:
-        """Raise what the dialling end will be told."""
-        mine = self._local.cluster_id
-        if hello.protocol_version != m.PROTOCOL_VERSION:
-            raise LinkFailed(f"protocol version {hello.protocol_version} there, {m.PROTOCOL_VERSION} here")
-        if hello.expected_cluster_id != mine:
-            raise LinkFailed(
-                f"remote_cluster_id={hello.expected_cluster_id} was asked for, but this is cluster {mine}",
-                LLMStatusCode.LLM_PARAM_INVALID,
-            )
-        if hello.cluster_id == mine:
-            raise LinkFailed(f"both ends have cluster_id={mine}; it must be unique", LLMStatusCode.LLM_PARAM_INVALID)
-        if hello.v2 != self._local.v2:
-            raise LinkFailed(f"enable_cache_manager (V2) is {hello.v2} there and {self._local.v2} here; set both alike")
-        with self._lock:
-            # Both ends dial each other at once: the smaller id's dial counts, the other one's is turned away.
-            if hello.cluster_id in self._dialling and mine < hello.cluster_id:
-                raise LinkFailed("this end is dialling you already", LLMStatusCode.LLM_PROCESSING_LINK)
-
-    def _refuse(self, link: Link, error: LLMException) -> None:
-        try:
-            link.send(m.Refuse(int(error.status_code), str(error)))
-        except LLMException:
-            logger.debug("the refusal could not be sent")
-        link.close(error)
-
-    def _welcome(self) -> m.Welcome:
-        end = self._local
-        return m.Welcome(
-            m.PROTOCOL_VERSION,
-            end.software,
-            end.cluster_id,
-            end.incarnation,
-            int(end.role()),
-            end.v2,
-            self._offers(),
-            end.beacon,
-            HEARTBEAT_S,
-        )
+                self._unfinished.discard(link)
 
     # -- dialling
 
     def link(self, targets: Sequence[Target], deadline: Deadline) -> list[LLMStatusCode]:
-        """Dial all at once; one status each, in order. A failed one leaves nothing behind."""
-        futures = [self._dialler.submit(self._link_one, target, deadline) for target in targets]
-        statuses = []
-        for target, future in zip(targets, futures, strict=True):
-            try:
-                statuses.append(future.result(deadline.remaining_s() + 2))
-            except FutureTimeout:
-                logger.warning("linking to cluster %d did not end at its deadline", target.cluster_id)
-                statuses.append(LLMStatusCode.LLM_TIMEOUT)
-        return statuses
+        """Dial all at once; one status each, in order. A failed one leaves nothing behind.
+
+        A cluster that is named again gets LLM_PARAM_INVALID there; its first place counts.
+        """
+        again = _repeated([target.cluster_id for target in targets])
+        calls = [
+            partial(self._refuse_repeated, t.cluster_id) if i in again else partial(self._link_one, t, deadline)
+            for i, t in enumerate(targets)
+        ]
+        return run_all("link", calls, _late(deadline), LLMStatusCode.LLM_TIMEOUT)
+
+    def connect(self, target: Target, deadline: Deadline) -> Link:
+        """Dial once. Raises what went wrong, AlreadyLinked among it."""
+        self._begin_dialling(target.cluster_id)
+        try:
+            return self._dial(target, deadline)
+        finally:
+            with self._lock:
+                self._dialling.discard(target.cluster_id)
+
+    def _refuse_repeated(self, cluster_id: int) -> LLMStatusCode:
+        logger.warning("cluster %d is named twice in one call; only its first place counts", cluster_id)
+        return LLMStatusCode.LLM_PARAM_INVALID
 
     def _link_one(self, target: Target, deadline: Deadline) -> LLMStatusCode:
         try:
@@ -252,10 +218,13 @@ class LinkManager:
             with self._lock:
                 self._dialling.discard(target.cluster_id)
 
+    def _is_dialling(self, cluster_id: int) -> bool:
+        with self._lock:
+            return cluster_id in self._dialling
+
     def _begin_dialling(self, cluster_id: int) -> None:
         with self._lock:
-            if self._closed:
-                raise ClosedError("finalize was called")
+            self._check_open()
             link = self._links.get(cluster_id)
             if link is not None and link.is_up:
                 raise AlreadyLinked(f"cluster {cluster_id} is linked already")
@@ -263,13 +232,20 @@ class LinkManager:
                 raise LinkFailed(f"cluster {cluster_id} is being linked already", LLMStatusCode.LLM_PROCESSING_LINK)
             self._dialling.add(cluster_id)
 
-    def _dial(self, target: Target, deadline: Deadline) -> None:
+    def _dial(self, target: Target, deadline: Deadline) -> Link:
         link = Link(next(self._link_ids), self._connect(target, deadline), self._services, dialling=True)
         try:
-            self._greet(link, target, deadline)
+            with self._lock:
+                self._check_open()
+                self._unfinished.add(link)
+            self._handshake.greet(link, target.cluster_id, secrets.token_bytes(16), deadline)
         except LLMException as error:
             self._drop(link, error)
             raise
+        finally:
+            with self._lock:
+                self._unfinished.discard(link)
+        return link
 
     def _connect(self, target: Target, deadline: Deadline) -> Channel:
         last: LLMException = LinkFailed(
@@ -282,89 +258,22 @@ class LinkManager:
                 last = error
         raise last
 
-    def _greet(self, link: Link, target: Target, deadline: Deadline) -> None:
-        token = secrets.token_bytes(16)
-        link.send(self._hello(target.cluster_id, token))
-        welcome = self._answer_of(link, m.Welcome, deadline)
-        if not isinstance(welcome, m.Welcome) or welcome.cluster_id != target.cluster_id:
-            raise ProtocolError(f"the other end does not say it is cluster {target.cluster_id}")
-        link.peer.cluster_id, link.peer.incarnation = welcome.cluster_id, welcome.incarnation
-        link.peer.role, link.peer.beacon, link.peer.offers = welcome.role, welcome.beacon, welcome.offers
-        link.channel.allow_large()
-        result = self._probe(link, token, deadline)
-        theirs = self._answer_of(link, m.Probed, deadline)
-        if isinstance(theirs, m.Probed):
-            self._agree(link, result, theirs)
-        self._answer_of(link, m.Established, deadline)
-
-    def _agree(self, link: Link, mine: ProbeResult, theirs: m.Probed) -> None:
-        common = [name for name in mine.usable if name in theirs.usable]
-        for name, reason in theirs.rejected.items():
-            mine.rejected.setdefault(name, f"from the other end: {reason}")
-        if not common:
-            raise LinkFailed(f"no transfer backend works between the two ends: {mine.rejected}")
-        # In the table before the peer can send anything on it.
-        self._enter(link, common, mine)
-        link.send(m.Ready(common))
-        link.established.set()
-
-    def _hello(self, expected_cluster_id: int, token: bytes) -> m.Hello:
-        end = self._local
-        return m.Hello(
-            m.PROTOCOL_VERSION,
-            end.software,
-            end.cluster_id,
-            expected_cluster_id,
-            end.incarnation,
-            int(end.role()),
-            end.v2,
-            token,
-            self._offers(),
-            end.beacon,
-            HEARTBEAT_S,
-        )
-
-    def _offers(self) -> list[m.BackendOffer]:
-        return [m.BackendOffer(name, backend.identity()) for name, backend in self._engine.backends.items()]
-
-    def _answer_of(self, link: Link, kind: type, deadline: Deadline) -> m.AnyMessage:
-        """The next handshake message; a Refuse instead becomes the error it carries."""
-        expected, refused = link.expect(kind), link.expect(m.Refuse)
-        done = threading.Event()
-        for future in (expected, refused):
-            future.add_done_callback(lambda _: done.set())
-        if not done.wait(deadline.timeout()):
-            raise TimedOut(f"no {kind.__name__} from {link.channel.peer_address} in time")
-        if refused.done() and refused.exception() is None:
-            refusal = refused.result()
-            if isinstance(refusal, m.Refuse):
-                raise _refusal(refusal, link.channel.peer_address)
-        return wait_for(expected, deadline, f"no {kind.__name__} in time")
-
     # -- both ends
 
-    def _probe(self, link: Link, token: bytes, deadline: Deadline) -> ProbeResult:
-        if link.peer.beacon is None:
-            raise ProtocolError("the peer has no beacon")
-        return probe_backends(
-            self._engine,
-            self._local.memory,
-            link.link_id,
-            link.peer.offers,
-            link.peer.beacon,
-            initiator=link.dialling,
-            link_token=token,
-            deadline=deadline,
-        )
-
     def _enter(self, link: Link, names: Sequence[str], result: ProbeResult) -> None:
-        """Put a link into the table, in place of an older one from the same cluster."""
+        """Put a link into the table, in place of an older one from the same cluster.
+
+        Raises AlreadyLinked if that very peer has linked to us while we dialled it: it may be using its link already.
+        """
         link.backends = [self._engine.backends[n] for n in names if n in result.usable]
         link.rejected = result.rejected
         for name in set(result.usable) - set(names):
             self._engine.backends[name].disconnect(link.link_id)
         with self._lock:
+            self._check_open()
             previous = self._links.get(link.peer.cluster_id)
+            if link.dialling and previous is not None and previous.is_up and _same_peer(previous, link):
+                raise AlreadyLinked(f"cluster {link.peer.cluster_id} has linked to this end meanwhile")
             self._links[link.peer.cluster_id] = link
             self._failures.pop(link.peer.cluster_id, None)
         if previous is not None:
@@ -378,9 +287,13 @@ class LinkManager:
             info.rejected or "none",
         )
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("finalize was called")
+
     def _drop(self, link: Link, error: LLMException) -> None:
         if isinstance(error, LinkFailed) and link.state in (LinkState.PROBING, LinkState.PROBED):
-            self._refuse(link, error)
+            self._handshake.refuse(link, error)
         else:
             link.close(error)
 
@@ -389,11 +302,12 @@ class LinkManager:
         for backend in self._engine.backends.values():
             backend.disconnect(link.link_id)
         with self._lock:
-            self._accepting.discard(link)
+            self._unfinished.discard(link)
             was_linked = self._links.get(link.peer.cluster_id) is link
             if was_linked:
                 del self._links[link.peer.cluster_id]
                 self._failures[link.peer.cluster_id] = error
+        self.on_gone(link, error)
         if was_linked and not link.parting and not isinstance(error, ClosedError):
             logger.warning("the link to cluster %d is gone: %s", link.peer.cluster_id, error)
             self._on_link_lost(link.peer.cluster_id, error)
@@ -413,16 +327,39 @@ class LinkManager:
 
     # -- the end of links
 
-    def unlink(self, cluster_id: int, deadline: Deadline, force: bool) -> LLMStatusCode:
-        """End one link. Not forced: transfers end first, the peer cleans up its end too."""
-        try:
-            link = self.get(cluster_id)
-        except NotYetLinked as error:
-            return error.status_code
-        status = LLMStatusCode.LLM_SUCCESS if force else self._part(link, deadline)
-        if status is not LLMStatusCode.LLM_UNLINK_FAILED:
+    def unlink(self, cluster_ids: Sequence[int], deadline: Deadline, force: bool) -> list[LLMStatusCode]:
+        """End links, all at once; one status each, in order. Not forced: transfers end first, and the peer is told.
+
+        A cluster that is named again gets LLM_PARAM_INVALID there.
+        """
+        again = _repeated(cluster_ids)
+        calls = [
+            partial(self._refuse_repeated, c) if i in again else partial(self._unlink_one, c, deadline, force)
+            for i, c in enumerate(cluster_ids)
+        ]
+        return run_all("unlink", calls, _late(deadline), LLMStatusCode.LLM_TIMEOUT)
+
+    def end(self, links: Sequence[Link], deadline: Deadline) -> None:
+        """End these links, all at once: as `unlink` does, but by force what has not ended by the deadline."""
+        run_all("unlink", [partial(self._end_one, link, deadline) for link in links], _late(deadline), None)
+
+    def _unlink_one(self, cluster_id: int, deadline: Deadline, force: bool) -> LLMStatusCode:
+        with self._lock:
+            link = self._links.get(cluster_id)
+        if link is None:
+            return LLMStatusCode.LLM_NOT_YET_LINK
+        if link.state is LinkState.DOWN:  # noticed already, and on its way out of the table
+            status = LLMStatusCode.LLM_NOT_YET_LINK
+        else:
+            status = LLMStatusCode.LLM_SUCCESS if force else self._part(link, deadline)
+        if force or link.state is LinkState.DOWN or status in _PARTED:
             self._release(link, ClosedError(f"the link to cluster {cluster_id} was unlinked here"))
         return status
+
+    def _end_one(self, link: Link, deadline: Deadline) -> None:
+        if self._part(link, deadline) is LLMStatusCode.LLM_NOT_YET_LINK:
+            link.wait_idle(deadline)
+        self._release(link, ClosedError(f"the link to cluster {link.peer.cluster_id} was unlinked here"))
 
     def _release(self, link: Link, reason: LLMException) -> None:
         self._forget(link)
@@ -434,12 +371,14 @@ class LinkManager:
         with self._lock:
             if self._links.get(cluster_id) is link:
                 del self._links[cluster_id]
-            self._failures.pop(cluster_id, None)
+                self._failures.pop(cluster_id, None)
         for backend in self._engine.backends.values():
             backend.disconnect(link.link_id)
 
     def _on_unlink(self, link: Link) -> None:
         """The peer asked to part (executor): our transfers end first, then our end is cleaned."""
+        with self._lock:
+            self._answering.add(link)
         link.wait_idle(Deadline.after(UNLINK_WAIT_S))
         self._forget(link)
         try:
@@ -447,12 +386,25 @@ class LinkManager:
         except LLMException as error:
             logger.debug("the unlink could not be confirmed: %s", error)
         link.close(ClosedError(f"cluster {link.peer.cluster_id} unlinked"))
+        with self._lock:
+            self._answering.discard(link)
+            self._answered.notify_all()
+
+    def _is_answering(self) -> bool:
+        """Whether a peer waits for us to confirm its unlink. With the lock held."""
+        asked = any(link.state is LinkState.UNLINKING_PEER for link in self._links.values())
+        return asked or bool(self._answering)
 
     def _part(self, link: Link, deadline: Deadline) -> LLMStatusCode:
+        """Take leave of the peer. LLM_NOT_YET_LINK if the link is not up any more, or another thread is ending it."""
+        with self._lock:
+            if link.parting or not link.is_up:
+                return LLMStatusCode.LLM_NOT_YET_LINK
+            link.parting = True
         if not link.wait_idle(deadline):
+            link.parting = False
             logger.warning("unlinking cluster %d while a transfer is running", link.peer.cluster_id)
             return LLMStatusCode.LLM_UNLINK_FAILED
-        link.parting = True
         try:
             link.send(m.Unlink())
             wait_for(link.expect(m.Unlinked), deadline, "the peer did not confirm the unlink in time")
@@ -466,17 +418,31 @@ class LinkManager:
         with self._lock:
             if self._closed:
                 return
+            # Who sees that its peer has unlinked may finalize at once; the peer is still to hear that all is well.
+            self._answered.wait_for(lambda: not self._is_answering(), UNLINK_WAIT_S)
             self._closed = True
-            links = [*self._links.values(), *self._accepting]
+            links = [*self._links.values(), *self._unfinished]
         self._heartbeat.cancel()
         for link in links:
             link.close(ClosedError("finalize was called"))
         self._loop.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
-        self._dialler.shutdown(wait=False, cancel_futures=True)
 
 
-def _refusal(refusal: m.Refuse, peer_address: str) -> LLMException:
-    known = {int(code) for code in LLMStatusCode}
-    code = LLMStatusCode(refusal.status) if refusal.status in known else LLMStatusCode.LLM_LINK_FAILED
-    return LinkFailed(f"{peer_address} refused the link: {refusal.message}", code)
+def _repeated(cluster_ids: Sequence[int]) -> set[int]:
+    """Places of ids that stand further in front already."""
+    seen: set[int] = set()
+    again = set()
+    for i, cluster_id in enumerate(cluster_ids):
+        if cluster_id in seen:
+            again.add(i)
+        seen.add(cluster_id)
+    return again
+
+
+def _late(deadline: Deadline) -> Deadline:
+    return Deadline(deadline.at_s + LATE_S)
+
+
+def _same_peer(one: Link, other: Link) -> bool:
+    return one.peer.incarnation == other.peer.incarnation

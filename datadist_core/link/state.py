@@ -37,7 +37,9 @@ class LinkState(Enum):
     DOWN = "down"
 
 
-_TRAFFIC = (m.Ping, m.Pong, m.Lookup, m.Found, m.Revoke, m.Call, m.Reply, m.Failure)
+_ASKS = (m.Ping, m.Lookup, m.Locate, m.Consume, m.Revoke, m.Call)
+_ANSWERS = (m.Pong, m.Found, m.Located, m.Reply, m.Failure)
+_TRAFFIC = (*_ASKS, *_ANSWERS)
 _S = LinkState
 _Table = dict[tuple[LinkState, type], LinkState]
 

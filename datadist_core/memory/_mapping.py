@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import FeatureNotEnabled, OutOfMemory
+from .live import bytes_at, live_ranges
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class PoolMapping:
         except BaseException:
             os.close(self.fd)
             raise
+        live_ranges.add_pool(self.address, size_bytes)
         # Not at interpreter exit: daemon threads may still be copying then, and the kernel cleans up anyway.
         weakref.finalize(self, _release, self.address, size_bytes, self.fd).atexit = False
 
@@ -58,7 +60,7 @@ class PoolMapping:
         """Writable bytes `offset_bytes..offset_bytes + size_bytes`; the array keeps the mapping alive."""
         if offset_bytes < 0 or size_bytes < 0 or offset_bytes + size_bytes > self.size_bytes:
             raise ValueError(f"{size_bytes} bytes at {offset_bytes} are not inside {self.size_bytes} bytes")
-        return np.asarray(_View(self, self.address + offset_bytes, size_bytes))
+        return bytes_at(self.address + offset_bytes, size_bytes, owner=self)
 
     def discard(self, offset_bytes: int, size_bytes: int) -> None:
         """Give the pages back to the operating system; they read as zeros afterwards."""
@@ -68,14 +70,6 @@ class PoolMapping:
                 # Not an error for whoever freed memory: it stays usable, only resident.
                 _log.warning("cannot give %d bytes back to the system: %s", size_bytes, os.strerror(code))
                 return
-
-
-class _View:
-    """What NumPy needs to make an array over raw memory, with a reference to the memory's owner."""
-
-    def __init__(self, owner: PoolMapping, address: int, size_bytes: int) -> None:
-        self._owner = owner
-        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size_bytes,), "data": (address, False)}
 
 
 def _sealed_memfd(name: str, size_bytes: int) -> int:
@@ -125,6 +119,8 @@ def _mmap(address: int, size_bytes: int, protection: int, flags: int, fd: int) -
 
 
 def _release(address: int, size_bytes: int, fd: int) -> None:
+    # First: once it is unmapped, others may get the addresses.
+    live_ranges.remove_pool(address)
     _libc().munmap(address, size_bytes)
     os.close(fd)
 

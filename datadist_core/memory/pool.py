@@ -7,12 +7,19 @@ enough range becomes free, so a generous pool costs nothing.
 
 Best fit: of the free ranges that are large enough the smallest is split, ties broken by the lowest offset.
 Neighbouring free ranges are always merged. Both lookups are O(log n) in the number of free ranges.
+
+The memory of a freed cache stays in use while views of it live (`mark_lingering`). The last view may die anywhere, so
+it gives the memory back with `free_from_finalizer`, which never waits: if the pool is busy, whoever keeps it busy
+finds the allocation in a queue and frees it.
 """
 
 from __future__ import annotations
 
 import mmap
 import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sortedcontainers import SortedDict, SortedList
@@ -37,13 +44,23 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Bytes, in whole pages of the allocator. `high_water_bytes` is the most that was ever in use at once."""
+    """Use of one pool, in bytes, in whole pages of the allocator. (An extension.)
+
+    Attributes:
+        total_bytes: the size of the pool.
+        used_bytes: in caches, or kept by views of freed ones.
+        free_bytes: the rest.
+        largest_free_bytes: the longest free range: the largest cache that can be allocated.
+        high_water_bytes: the most that was ever in use at once.
+        lingering_bytes: the part of `used_bytes` whose caches are freed; it comes back with the last view of them.
+    """
 
     total_bytes: int
     used_bytes: int
     free_bytes: int
     largest_free_bytes: int
     high_water_bytes: int
+    lingering_bytes: int = 0
 
 
 class MemoryPool:
@@ -80,13 +97,16 @@ class MemoryPool:
         self._size_option = size_option
         align_bytes = max(self._page_bytes, mmap.PAGESIZE)
         total = -(-size_bytes // align_bytes) * align_bytes
-        self._mapping = PoolMapping(total, align_bytes)
+        self._mapping = _map(total, align_bytes, size_option, out_of_memory_code)
         shared = SharedMapping(self._mapping.fd, 0)
         self._region = Region(region_id, self._mapping.address, total, placement, self._mapping, shared)
         self._lock = threading.Lock()
         self._free = _FreeRanges(total)
         self._allocated: dict[int, Allocation] = {}
+        self._lingering: set[Allocation] = set()
+        self._left_by_finalizers: deque[Allocation] = deque()
         self._used_bytes = 0
+        self._lingering_bytes = 0
         self._high_water_bytes = 0
         self._closed = False
 
@@ -111,7 +131,7 @@ class MemoryPool:
         if num_bytes < 1:
             raise ParamInvalid(f"cannot allocate {num_bytes} bytes: the size must be at least 1")
         size = self._round_up(num_bytes)
-        with self._lock:
+        with self._locked():
             self._check_open()
             offset = self._free.take(size)
             if offset is None:
@@ -128,32 +148,84 @@ class MemoryPool:
         Raises:
             ParamInvalid: this very allocation is not in use: freed before, or another pool's.
         """
-        with self._lock:
+        with self._locked():
             if self._closed:
                 return
-            if self._allocated.get(allocation.offset_bytes) is not allocation:
+            if not self._in_use(allocation):
                 raise ParamInvalid(f"{allocation} is not in use in this pool; was it freed before?")
-            del self._allocated[allocation.offset_bytes]
-            size = self._round_up(allocation.size_bytes)
-            self._used_bytes -= size
-            # Under the lock, so that nobody gets the range while its pages are being discarded.
-            unused = self._free.give(allocation.offset_bytes, size)
-            if unused is not None:
-                self._mapping.discard(unused.offset_bytes, unused.size_bytes)
+            self._take_back(allocation)
+
+    def free_from_finalizer(self, allocation: Allocation) -> None:
+        """`free` for finalizers: never waits for the pool, and does nothing if `allocation` is not in use."""
+        self._left_by_finalizers.append(allocation)
+        self._serve_finalizers()
+
+    def mark_lingering(self, allocation: Allocation) -> None:
+        """The cache in it is freed, but somebody still looks at it: counted apart until it is freed.
+
+        Does nothing if `allocation` is not in use.
+        """
+        with self._locked():
+            if self._in_use(allocation) and allocation not in self._lingering:
+                self._lingering.add(allocation)
+                self._lingering_bytes += self._round_up(allocation.size_bytes)
 
     def stats(self) -> PoolStats:
-        with self._lock:
-            total, used = self._region.size_bytes, self._used_bytes
-            return PoolStats(total, used, total - used, self._free.largest_bytes(), self._high_water_bytes)
+        with self._locked():
+            total, used, largest = self._region.size_bytes, self._used_bytes, self._free.largest_bytes()
+            return PoolStats(total, used, total - used, largest, self._high_water_bytes, self._lingering_bytes)
 
     def close(self) -> None:
         """Refuse further allocations. Idempotent.
 
         The memory is unmapped when nothing refers to `region.owner` any more, so views stay valid.
         """
-        with self._lock:
+        with self._locked():
             self._closed = True
             self._allocated.clear()
+            self._lingering.clear()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The pool's state, to oneself; with everything that finalizers gave back before."""
+        try:
+            with self._lock:
+                self._take_back_left()
+                yield
+        finally:
+            self._serve_finalizers()
+
+    def _serve_finalizers(self) -> None:
+        """Take back what finalizers left, unless somebody holds the lock, who will then do it.
+
+        Whoever holds the lock calls this after letting go of it, so nothing stays in the queue.
+        """
+        while self._left_by_finalizers and self._lock.acquire(blocking=False):
+            try:
+                self._take_back_left()
+            finally:
+                self._lock.release()
+
+    def _take_back_left(self) -> None:
+        while self._left_by_finalizers:
+            allocation = self._left_by_finalizers.popleft()
+            if self._in_use(allocation):
+                self._take_back(allocation)
+
+    def _in_use(self, allocation: Allocation) -> bool:
+        return self._allocated.get(allocation.offset_bytes) is allocation
+
+    def _take_back(self, allocation: Allocation) -> None:
+        del self._allocated[allocation.offset_bytes]
+        size = self._round_up(allocation.size_bytes)
+        self._used_bytes -= size
+        if allocation in self._lingering:
+            self._lingering.remove(allocation)
+            self._lingering_bytes -= size
+        # Under the lock, so that nobody gets the range while its pages are being discarded.
+        unused = self._free.give(allocation.offset_bytes, size)
+        if unused is not None:
+            self._mapping.discard(unused.offset_bytes, unused.size_bytes)
 
     def _round_up(self, num_bytes: int) -> int:
         return -(-num_bytes // self._page_bytes) * self._page_bytes
@@ -163,10 +235,14 @@ class MemoryPool:
             raise ClosedError("the memory pool is closed")
 
     def _exhausted(self, num_bytes: int) -> OutOfMemory:
+        lingering, remedy = "", "deallocate caches"
+        if self._lingering_bytes:
+            lingering = f", and {self._lingering_bytes} bytes are of freed caches that views still keep"
+            remedy = "drop those views, deallocate caches"
         return OutOfMemory(
             f"the {self._region.placement.name} memory pool has no free range of {num_bytes} bytes: "
             f"{self._region.size_bytes - self._used_bytes} of {self._region.size_bytes} bytes are free, the largest "
-            f"range is {self._free.largest_bytes()} bytes; deallocate caches or raise {self._size_option}",
+            f"range is {self._free.largest_bytes()} bytes{lingering}; {remedy} or raise {self._size_option}",
             self._out_of_memory_code,
         )
 
@@ -239,6 +315,13 @@ class _FreeRanges:
 
 def _join(left: _FreeRange, right: _FreeRange) -> _FreeRange:
     return _FreeRange(left.offset_bytes, left.size_bytes + right.size_bytes, left.touched_bytes + right.touched_bytes)
+
+
+def _map(size_bytes: int, align_bytes: int, size_option: str, code: LLMStatusCode) -> PoolMapping:
+    try:
+        return PoolMapping(size_bytes, align_bytes)
+    except OutOfMemory as error:
+        raise OutOfMemory(f"{size_option}: {error}; ask for less", code) from error
 
 
 def _check_sizes(size_bytes: int, page_shift: int) -> None:

@@ -88,6 +88,14 @@ class BytesSuite(SuiteBase):
             _check_moves(pair, pair.batch(op, mine, theirs, items, items[::-1].copy()))
 
     @both_ops
+    def test_moves_memory_divided_in_another_way(self, any_linked: BackendPair[End], op: Op) -> None:
+        """Blocks of one end from the middle of what is one long item at the other."""
+        pair = any_linked
+        mine, theirs = pair.a.add_grid(16, 1000), pair.b.add_grid(4, 12_000)
+        _check_moves(pair, pair.batch(op, mine, theirs.cut(12_000, 1000, 12), [15, 3, 4, 0], [11, 1, 2, 0]))
+        _check_moves(pair, pair.batch(op, mine.cut(500, 6000, 2), theirs.cut(4, 6000, 7), [0, 1], [6, 2]))
+
+    @both_ops
     def test_moves_private_local_memory(self, linked: BackendPair[LocalEnd], op: Op) -> None:
         """Memory that peers cannot reach may still be the local side of a batch."""
         mine, theirs = linked.a.add_private_grid(20, 1000), linked.b.add_grid(20, 1000)

@@ -49,6 +49,17 @@ class ServingSuite(SuiteBase):
         self._check_untouched(linked, op, mine, larger, [1], [1], (Slice(0, 256, 512),))
 
     @both_ops
+    def test_another_division_beyond_the_grid_is_refused(self, linked: BackendPair[LocalEnd], op: Op) -> None:
+        """The id is right and every item exists in the division that the initiator names, but not in the memory."""
+        self.serving()
+        mine, theirs = linked.a.add_grid(8, 256), linked.b.add_grid(8, 512)
+        make_grids(linked)
+        behind = replace(theirs, offset_bytes=theirs.offset_bytes + 256, item_bytes=256, stride_bytes=512)
+        self._check_untouched(linked, op, mine, replace(behind, offset_bytes=theirs.end_bytes - 128), [1], [0])
+        self._check_untouched(linked, op, mine, replace(behind, num_items=9), [1], [1])
+        self._check_untouched(linked, op, mine, replace(behind, stride_bytes=128), [1], [1])
+
+    @both_ops
     def test_item_outside_the_region_is_refused(self, linked: BackendPair[LocalEnd], op: Op) -> None:
         mine, theirs = make_grids(linked)
         beyond = linked.b.region.size_bytes // theirs.stride_bytes

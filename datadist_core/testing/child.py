@@ -7,22 +7,18 @@ call at a time. It ends when the pipe closes: no test can leave it behind, howev
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import multiprocessing
 import os
 import signal
-import threading
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from ..errors import LLMException, PeerLost, TimedOut
 from ..memory.grid import Grid
 from ..transfer.backend import Backend, Completion
 from ..transfer.plan import Batch
 from .end import Bytes, Export, LocalEnd
 from .parallel import WAIT_S
+from .remote import RemoteObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +30,6 @@ class ChildSetup:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    method: str
-    args: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    value: Any = None
-    error: BaseException | None = None
-
-
 class ChildEnd:
     """Proxy of a `LocalEnd` in a spawned process. Its methods are those of `datadist_core.testing.end.End`.
 
@@ -53,19 +37,8 @@ class ChildEnd:
     """
 
     def __init__(self, setup: ChildSetup) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._lock = threading.Lock()
+        self._remote = RemoteObject(_make_end, (setup,), 2 * WAIT_S)
         self._killed = False
-        self._process = spawn.Process(target=_serve, args=(theirs, setup), daemon=True)
-        self._process.start()
-        self._pid = self._process.pid or 0
-        theirs.close()
-        try:
-            self._reply()
-        except BaseException:
-            self.kill()
-            raise
 
     def identity(self) -> bytes:
         return cast(bytes, self._call("identity"))
@@ -106,40 +79,18 @@ class ChildEnd:
 
     def stop(self) -> None:
         """SIGSTOP: the peer still exists but does nothing any more."""
-        os.kill(self._pid, signal.SIGSTOP)
+        os.kill(self._remote.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        os.kill(self._pid, signal.SIGCONT)
+        os.kill(self._remote.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """SIGKILL, and wait until the process is gone. Idempotent."""
-        if self._killed:
-            return
         self._killed = True
-        self._process.kill()
-        self._process.join(WAIT_S)
-        self._process.close()
-        self._pipe.close()
+        self._remote.kill()
 
     def _call(self, method: str, *args: Any) -> Any:
-        with self._lock:
-            try:
-                self._pipe.send(_Call(method, args))
-            except OSError as error:
-                raise PeerLost(f"the child process died before {method}") from error
-            return self._reply()
-
-    def _reply(self) -> Any:
-        try:
-            if not self._pipe.poll(2 * WAIT_S):
-                self.kill()  # an answer that came after all would be taken for that to the next call
-                raise TimedOut(f"the child process did not answer within {2 * WAIT_S} s")
-            reply = self._pipe.recv()
-        except (OSError, EOFError) as error:
-            raise PeerLost("the child process died") from error
-        if reply.error is not None:
-            raise reply.error
-        return reply.value
+        return self._remote.call(method, *args)
 
 
 def import_by_name(path: str) -> Any:
@@ -148,29 +99,6 @@ def import_by_name(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _serve(pipe: Connection, setup: ChildSetup) -> None:
-    """The child's main function."""
-    try:
-        backend: Backend = import_by_name(setup.factory)()
-        end = LocalEnd(backend, setup.pool_bytes, setup.options)
-    except Exception as error:
-        pipe.send(_Reply(error=_portable(error)))
-        return
-    pipe.send(_Reply())
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            pipe.send(_execute(end, pipe.recv()))
-    # Not every backend can be torn down when its peer is gone without warning; leaving always can.
-    os._exit(0)
-
-
-def _execute(end: LocalEnd, call: _Call) -> _Reply:
-    try:
-        return _Reply(getattr(end, call.method)(*call.args))
-    except Exception as error:
-        return _Reply(error=_portable(error))
-
-
-def _portable(error: Exception) -> Exception:
-    """`error`, or its text if it is of a kind that may not survive the pipe."""
-    return error if isinstance(error, LLMException) else RuntimeError(f"in the child process: {error!r}")
+def _make_end(setup: ChildSetup) -> LocalEnd:
+    backend: Backend = import_by_name(setup.factory)()
+    return LocalEnd(backend, setup.pool_bytes, setup.options)

@@ -3,10 +3,20 @@
 
 from __future__ import annotations
 
+import logging
+import re
+
 import pytest
 
-from datadist_core import LLMConfig, LLMException, Placement
-from datadist_core.config import HostPort, Settings, ip_text
+from datadist_core import LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode, Placement
+from datadist_core.checks import HostPort, ip_text
+from datadist_core.settings import Settings
+from datadist_core.tests.argument_setters import PROPERTIES, Property
+
+#: Where the text names the property in place of the option.
+NAME_IN_TEXT = {"llm.TransferBackend": "(?i)transfer_?backend"}
+#: Shell scripts pass these for "not set".
+EMPTY_MEANS_UNSET = {"llm.SyncKvCacheWaitTime", "llm.LinkTotalTime", "llm.LinkRetryCount"}
 
 
 def test_options_survive_the_way_through_strings():
@@ -34,58 +44,85 @@ def test_options_survive_the_way_through_strings():
     assert settings.backend_options == {"tcp": {"streams": 2}}
 
 
-def test_unknown_keys_are_ignored():
-    assert Settings.from_options({"ge.somethingElse": "1"}) == Settings()
+@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+def test_property_default_options_and_strings(prop: Property):
+    config = LLMConfig()
+    assert getattr(config, prop.name) == prop.default
+    assert config.generate_options() == {}
+    for value, options in prop.good:
+        config = LLMConfig()
+        setattr(config, prop.name, value)
+        assert getattr(config, prop.name) == value
+        assert config.generate_options() == config.gen_options() == options
+        Settings.from_options(options)
+
+
+def test_every_property_has_an_entry():
+    public = {name for name, member in vars(LLMConfig).items() if isinstance(member, property)}
+    assert public == {prop.name for prop in PROPERTIES}
+
+
+def refused_options() -> list[tuple[str, str]]:
+    return [(key, text) for prop in PROPERTIES for key, texts in prop.bad_options.items() for text in texts]
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("device_id", -1, ValueError),
-        ("device_id", "0", TypeError),
-        ("device_id", [], ValueError),
-        ("listen_ip_info", "nohost", LLMException),
-        ("listen_ip_info", "h:99999", LLMException),
-        ("listen_ip_info", 5, TypeError),
-        ("sync_kv_timeout", 0, ValueError),
-        ("sync_kv_timeout", "x", ValueError),
-        ("sync_kv_timeout", 1.5, TypeError),
-        ("ge_options", {"ge.flowGraphMemMaxSize": "1G"}, LLMException),
-        ("ge_options", {"a": 1}, TypeError),
-        ("mem_pool_cfg", "{", LLMException),
-        ("mem_pool_cfg", '{"memory_size": 0}', LLMException),
-        ("host_mem_pool_cfg", '{"memory_size": 1, "page_shift": 9}', LLMException),
-        ("enable_cache_manager", 1, TypeError),
-        ("local_comm_res", "[]", LLMException),
-        ("transfer_backend", "", LLMException),
-        ("global_resource_config", "5", LLMException),
-        ("link_total_time", -1, ValueError),
-        ("link_retry_count", 0, ValueError),
-        ("link_retry_count", 101, ValueError),
-        ("rdma_traffic_class", 3, ValueError),
-        ("rdma_service_level", 8, ValueError),
-        ("mem_utilization", 1.5, ValueError),
-    ],
+    ("key", "text"), [(k, t) for k, t in refused_options() if t or k not in EMPTY_MEANS_UNSET], ids=repr
 )
-def test_setters_refuse_by_name(name, value, error):
-    with pytest.raises(error, match=name if name != "ge_options" else "ge"):
-        setattr(LLMConfig(), name, value)
+def test_a_bad_option_given_directly_is_refused_by_name(key: str, text: str):
+    with LLMDataDist(LLMRole.MIX, 1) as end:
+        with pytest.raises(LLMException, match=NAME_IN_TEXT.get(key, re.escape(key))) as caught:
+            end.init({key: text})
+        assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+        end.init({})
+        assert end.kv_cache_manager
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("llm.listenIpInfo", "x"),
-        ("llm.SyncKvCacheWaitTime", "-1"),
-        ("ge.flowGraphMemMaxSize", "1;2"),
-        ("llm.EnableCacheManager", "yes"),
-        ("llm.LinkRetryCount", "0"),
-        ("llm.GlobalResourceConfig", "[1]"),
-    ],
-)
-def test_bad_option_strings_are_refused_by_name(key, value):
-    with pytest.raises(LLMException, match=key):
-        Settings.from_options({key: value})
+def test_a_setting_that_failed_changes_nothing():
+    config = LLMConfig()
+    config.sync_kv_timeout = 77
+    config.device_id = [3]
+    for name, bad in (("sync_kv_timeout", 0), ("device_id", [-1])):
+        with pytest.raises(ValueError, match=name):
+            setattr(config, name, bad)
+    assert config.generate_options() == {
+        "llm.SyncKvCacheWaitTime": "77",
+        "ge.exec.deviceId": "3",
+        "ge.session_device_id": "3",
+    }
+
+
+def test_what_a_caller_does_to_its_list_later_does_not_matter():
+    config, ids, options = LLMConfig(), [1, 2], {"ge.flowGraphMemMaxSize": "4096"}
+    config.device_id, config.ge_options = ids, options
+    ids.append(3)
+    options["ge.flowGraphMemMaxSize"] = "x"
+    config.ge_options["ge.other"] = "x"
+    assert config.device_id == [1, 2]
+    assert config.generate_options() == {
+        "ge.exec.deviceId": "1;2",
+        "ge.session_device_id": "1",
+        "ge.flowGraphMemMaxSize": "4096",
+    }
+
+
+def test_what_options_mean():
+    assert Settings.from_options({}) == Settings()
+    assert Settings().sync_kv_timeout_s == 1.0
+    assert (Settings().link_total_time_s, Settings().link_retry_count) == (0, 1)
+    assert Settings.from_options({"llm.MemPoolConfig": '{"memory_size": 5}'}).pools[Placement.DEVICE].page_shift == 16
+    assert not Settings().v2
+    assert Settings.from_options({"llm.EnableCacheManager": "1"}).v2
+    assert Settings.from_options({"llm.LocalCommRes": ""}).v2
+    assert Settings.from_options({"llm.TransferBackend": "hixl"}).transfer_backend == "auto"
+
+
+def test_unknown_keys_are_ignored_with_one_log_line(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "datadist_core")
+    assert Settings.from_options({"ge.somethingElse": "1", "llm.other": "x", "llm.LinkRetryCount": "1"}) == Settings()
+    (record,) = caplog.records
+    assert "ge.somethingElse, llm.other" in record.getMessage()
+    assert "LinkRetryCount" not in record.getMessage()
 
 
 def test_addresses():

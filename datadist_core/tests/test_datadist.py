@@ -34,7 +34,7 @@ from datadist_core.tests.core_ends import (
     remote_info,
 )
 
-BACKENDS = ["loopback", "shm", "tcp", "auto"]
+BACKENDS = ["loopback", "shm", "cma", "tcp", "auto"]
 
 
 @pytest.fixture(params=BACKENDS)
@@ -100,7 +100,7 @@ def test_both_ends_may_move_in_both_directions(pair):
     np.testing.assert_array_equal(here.numpy()[0][3], there.numpy()[0][2])
 
 
-@pytest.mark.parametrize("pair", ["loopback", "tcp", "auto"], indirect=True)
+@pytest.mark.parametrize("pair", ["loopback", "cma", "tcp", "auto", "shm,cma,tcp", "shm,tcp"], indirect=True)
 def test_caller_memory_is_registered_as_it_is(pair):
     prompt, decoder = pair
     memory = np.random.default_rng(11).random((2, 16, 256), dtype=np.float32)
@@ -111,8 +111,8 @@ def test_caller_memory_is_registered_as_it_is(pair):
     target = plain_cache(decoder, 12, the_desc)
     report = manager(decoder).pull_blocks(BlocksCacheKey(prompt.cluster_id), target, [3, 4], [0, 1])
     np.testing.assert_array_equal(target.numpy()[1][:2], memory[1, 3:5])
-    if decoder.link_info(prompt.cluster_id).backends == ("shm", "tcp"):
-        assert report.backend == "tcp"  # this memory cannot be mapped by a peer
+    # This memory cannot be mapped by a peer.
+    assert report.backend == next(b for b in decoder.link_info(prompt.cluster_id).backends if b != "shm")
     manager(prompt).unregister_cache(source.cache_id)
     with pytest.raises(LLMException) as caught:
         manager(decoder).pull_blocks(BlocksCacheKey(prompt.cluster_id), target, [3], [0])
@@ -244,7 +244,7 @@ def test_auto_takes_the_best_backend_and_says_why_not_the_others():
     with linked("auto") as (prompt, decoder):
         info = decoder.link_info(prompt.cluster_id)
         assert info.backend == "loopback"
-        assert info.backends == ("loopback", "shm", "tcp")
+        assert info.backends == ("loopback", "shm", "cma", "tcp")
     with make_end("tcp", "127.0.0.1:0") as prompt, make_end("auto") as decoder:
         must_link(decoder, prompt)
         info = decoder.link_info(prompt.cluster_id)

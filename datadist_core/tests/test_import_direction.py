@@ -23,7 +23,7 @@ PACKAGE = "datadist_core"
 # Each may import itself and what stands before it. `services` and `cluster` are plain tables and values.
 LAYERS = [
     ["errors", "types"],
-    ["config", "_copy", "services", "cluster"],
+    ["checks", "settings", "config", "_copy", "services", "cluster"],
     ["memory"],
     ["transfer"],
     ["wire"],
@@ -36,7 +36,7 @@ LAYERS = [
 TOOLS = {"bench", "testing"}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Stricter than their rank.
-NOT_FROM = {"wire": {"memory", "transfer"}, "_copy": {"errors", "types", "config", "services", "cluster"}}
+NOT_FROM = {"wire": {"memory", "transfer"}, "_copy": {name for names in LAYERS[:2] for name in names} - {"_copy"}}
 FOR_BACKENDS = ("transfer.backend", "transfer.plan", "memory", "types", "errors", "_copy")
 SERIALISERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
 

@@ -538,7 +538,7 @@ class TestPeersThatGo:
 
 def is_stopped(child: ChildEnd) -> bool:
     """Whether SIGSTOP has reached every thread of a child."""
-    stats = Path(f"/proc/{child._process.pid}/task").glob("*/stat")
+    stats = Path(f"/proc/{child._remote.pid}/task").glob("*/stat")
     return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 

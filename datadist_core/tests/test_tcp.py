@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from datadist_core.backends import _tcp_accept, _tcp_frames, _tcp_memory, _tcp_requests
-from datadist_core.backends._tcp_address import decode_identity, encode_identity
+from datadist_core.backends._tcp_address import Endpoint, decode_identity, encode_identity
 from datadist_core.backends._tcp_frames import Hello, Kind, decode_header, encode_frame, encode_header, encode_hello
 from datadist_core.backends._tcp_memory import GridMemory, Layout, MemoryStream
 from datadist_core.backends.tcp import TcpBackend
@@ -70,11 +70,11 @@ class RawPeer:
     def __init__(self, end: LocalEnd, token: bytes | None = None) -> None:
         self.identity = decode_identity(end.identity())
         self.token = token or os.urandom(16)
-        self.sock = socket.create_connection((self.identity.hosts[0], self.identity.port), WAIT_S)
+        self.sock = socket.create_connection((self.identity.endpoints[0].host, self.identity.endpoints[0].port), WAIT_S)
 
     def link(self, end: LocalEnd) -> None:
         """Become the peer RAW of `end`, with one region attached there."""
-        ours = encode_identity(os.urandom(16), 0, [])
+        ours = encode_identity(os.urandom(16))
         require_all([lambda: end.connect(RAW, ours, False, self.token, WAIT_S), self.say_hello])
         end.attach(RAW, Export(THEIR_REGION, 1 << 20, b""), WAIT_S)
 
@@ -198,12 +198,13 @@ class TestHostilePeers:
             encode_header(Kind.PULLED, 1, _tcp_frames.MAX_DATA_BYTES + 1),
             encode_header(Kind.READ, 1, 1 << 30),
             encode_frame(Kind.READ, 1, b"\xff\xff"),
+            encode_frame(Kind.READ, 1, msgspec.msgpack.encode([b"\0" * 8, b"\0" * 16, b"\0" * 4, False])),
             encode_frame(Kind.READ, 1, msgspec.msgpack.encode([b"123", b"", b"", False])),
-            encode_frame(Kind.READ, 1, msgspec.msgpack.encode([b"\0" * 8, b"\0" * 16, b"", False])),
-            encode_frame(Kind.READ, 1, msgspec.msgpack.encode([b"\0" * 8, b"\0" * 24, b"\0" * 4, False])),
-            encode_frame(Kind.READ, 1, msgspec.msgpack.encode([b"\0" * 8, b"\0" * 16, b"\0" * 5, False])),
-            encode_frame(Kind.READ, 1, msgspec.msgpack.encode([b"\0" * 8 * 5000, b"\0" * 16, b"\0" * 4, False])),
-            encode_frame(Kind.READ, 1, msgspec.msgpack.encode([b"\0" * 8, b"\0" * 16 * 4096, b"\0" * 8192, False])),
+            encode_frame(Kind.READ, 1, msgspec.msgpack.encode([b"\0" * 40, b"\0" * 16, b"", False])),
+            encode_frame(Kind.READ, 1, msgspec.msgpack.encode([b"\0" * 40, b"\0" * 24, b"\0" * 4, False])),
+            encode_frame(Kind.READ, 1, msgspec.msgpack.encode([b"\0" * 40, b"\0" * 16, b"\0" * 5, False])),
+            encode_frame(Kind.READ, 1, msgspec.msgpack.encode([b"\0" * 40 * 5000, b"\0" * 16, b"\0" * 4, False])),
+            encode_frame(Kind.READ, 1, msgspec.msgpack.encode([b"\0" * 40, b"\0" * 16 * 4096, b"\0" * 8192, False])),
             encode_frame(Kind.PULLED, 1, b"x"),
             encode_frame(Kind.PUSHED, 1, b"x"),
             encode_header(Kind.PUSHED, 1, 0),
@@ -231,7 +232,7 @@ class TestHostilePeers:
     def test_more_requests_than_allowed(self, end: LocalEnd, raw: RawPeer) -> None:
         grid = end.add_grid(4, ITEM_BYTES)
         end.serving_allowed.clear()
-        body = request_body([grid.grid_id], [(0, ITEM_BYTES)], [1])
+        body = request_body([grid], [(0, ITEM_BYTES)], [1])
         for request_id in range(_tcp_frames.MAX_OPEN_REQUESTS + 1):
             raw.send(encode_frame(Kind.READ, request_id, body))
         assert raw.is_closed()
@@ -263,11 +264,13 @@ class TestHostilePeers:
     ) -> None:
         grid = end.add_grid(4, ITEM_BYTES)
         kind = Kind.READ if op is Op.READ else Kind.WRITE
-        raw.send(encode_frame(kind, 7, request_body([grid.grid_id + grid_offset], slices, items)))
+        raw.send(
+            encode_frame(kind, 7, request_body([replace(grid, grid_id=grid.grid_id + grid_offset)], slices, items))
+        )
         kind, request_id, body = raw.receive()
         assert (kind, request_id) == (Kind.END, 7)
         assert isinstance(_tcp_frames.decode_end(body), error)
-        raw.send(encode_frame(Kind.READ, 8, request_body([grid.grid_id], [(0, ITEM_BYTES)], [3])))
+        raw.send(encode_frame(Kind.READ, 8, request_body([grid], [(0, ITEM_BYTES)], [3])))
         assert raw.receive()[:2] == (Kind.PULLED, 8)
 
     def test_connections_without_a_link_are_limited(self, end: LocalEnd, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,8 +305,9 @@ def _meet_hostile_peers() -> None:
         assert silent.is_closed()
 
 
-def request_body(grid_ids: Sequence[int], slices: Sequence[tuple[int, int]], items: Sequence[int]) -> bytes:
-    arrays = [np.array(values, dtype="<i8").tobytes() for values in (grid_ids, slices, items)]
+def request_body(grids: Sequence[Grid], slices: Sequence[tuple[int, int]], items: Sequence[int]) -> bytes:
+    divided = [(grid.grid_id, *grid.division) for grid in grids]
+    arrays = [np.array(values, dtype="<i8").tobytes() for values in (divided, slices, items)]
     return msgspec.msgpack.encode([*arrays, True])
 
 
@@ -366,13 +370,13 @@ class TestEndings:
     def test_peer_cancels_a_write_half_way(self, end: LocalEnd, raw: RawPeer) -> None:
         """The memory is given back, and the rest of the connection is still in step."""
         grid = end.add_grid(8, ITEM_BYTES)
-        raw.send(encode_frame(Kind.WRITE, 3, request_body([grid.grid_id], [(0, ITEM_BYTES)], [0, 1])))
+        raw.send(encode_frame(Kind.WRITE, 3, request_body([grid], [(0, ITEM_BYTES)], [0, 1])))
         assert raw.receive()[:2] == (Kind.GRANT, 3)
         raw.send(encode_frame(Kind.PUSHED, 3, b"y" * ITEM_BYTES) + encode_frame(Kind.CANCEL, 3))
         kind, request_id, body = raw.receive()
         assert (kind, request_id) == (Kind.END, 3)
         assert _tcp_frames.decode_end(body) is not None
-        raw.send(encode_frame(Kind.READ, 4, request_body([grid.grid_id], [(0, ITEM_BYTES)], [0])))
+        raw.send(encode_frame(Kind.READ, 4, request_body([grid], [(0, ITEM_BYTES)], [0])))
         assert raw.receive() == (Kind.PULLED, 4, b"y" * ITEM_BYTES)
 
     def test_peer_leaves_half_way(self, end: LocalEnd, raw: RawPeer) -> None:
@@ -467,7 +471,7 @@ class TestLinking:
         with contextlib.closing(peer.sock):
             peer.send(encode_hello(Hello(peer.identity.instance, peer.token, 0, 1)))
             assert peer.receive()[0] is Kind.HEARD
-            end.connect(RAW, encode_identity(os.urandom(16), 0, []), False, peer.token, WAIT_S)
+            end.connect(RAW, encode_identity(os.urandom(16)), False, peer.token, WAIT_S)
             assert peer.receive()[0] is Kind.WELCOME
 
     def test_end_that_does_not_listen_can_dial(self) -> None:
@@ -489,9 +493,11 @@ class TestLinking:
         peer = decode_identity(end.identity())
         a = LocalEnd(TcpBackend())
         try:
-            identity = encode_identity(peer.instance, peer.port, ["127.0.0.2", "\0", "127.0.0.1"])
+            identity = encode_identity(
+                peer.instance, [Endpoint(host, peer.endpoints[0].port) for host in ("127.0.0.2", "\0", "127.0.0.1")]
+            )
             ours, token = a.identity(), os.urandom(16)
-            with _something_else("127.0.0.2", peer.port):
+            with _something_else("127.0.0.2", peer.endpoints[0].port):
                 require_all(
                     [
                         lambda: a.connect(A_KNOWS_B_AS, identity, True, token, WAIT_S),
@@ -504,25 +510,25 @@ class TestLinking:
     def test_refused_port(self, end: LocalEnd) -> None:
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
-            identity = encode_identity(os.urandom(16), unused.getsockname()[1], ["127.0.0.1"])
+            identity = encode_identity(os.urandom(16), [Endpoint("127.0.0.1", unused.getsockname()[1])])
             with pytest.raises(Unreachable, match=r"127\.0\.0\.1"):
                 end.connect(1, identity, True, os.urandom(16), WAIT_S)
 
     def test_other_version(self, end: LocalEnd) -> None:
-        identity = msgspec.msgpack.encode([99, os.urandom(16), 1, ["127.0.0.1"]])
+        identity = msgspec.msgpack.encode([99, os.urandom(16), [["127.0.0.1", 1]]])
         with pytest.raises(ProtocolError, match="version 99"):
             end.connect(1, identity, True, os.urandom(16), WAIT_S)
 
     def test_silent_acceptor_is_bounded(self, end: LocalEnd) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            identity = encode_identity(os.urandom(16), silent.getsockname()[1], ["127.0.0.1"])
+            identity = encode_identity(os.urandom(16), [Endpoint("127.0.0.1", silent.getsockname()[1])])
             with pytest.raises(TimedOut):
                 end.connect(1, identity, True, os.urandom(16), 0.1)
 
     def test_close_ends_a_dial(self) -> None:
         end = LocalEnd(TcpBackend())
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            identity = encode_identity(os.urandom(16), silent.getsockname()[1], ["127.0.0.1"])
+            identity = encode_identity(os.urandom(16), [Endpoint("127.0.0.1", silent.getsockname()[1])])
             accepted = threading.Event()
 
             def close_when_dialled() -> None:
@@ -543,7 +549,7 @@ class TestLinking:
         with contextlib.closing(one.sock), contextlib.closing(other.sock):
             for stream, peer in enumerate((one, other)):
                 peer.send(encode_hello(Hello(peer.identity.instance, peer.token, stream, 2)))
-            end.connect(RAW, encode_identity(os.urandom(16), 0, []), False, one.token, WAIT_S)
+            end.connect(RAW, encode_identity(os.urandom(16)), False, one.token, WAIT_S)
             one.sock.close()
             assert other.is_closed()
         assert eventually(lambda: RAW in end.lost_peers)
@@ -552,7 +558,7 @@ class TestLinking:
         """The one that came later goes; the link waits for the right one."""
         one = RawPeer(end)
         two, three = RawPeer(end, one.token), RawPeer(end, one.token)
-        ours = encode_identity(os.urandom(16), 0, [])
+        ours = encode_identity(os.urandom(16))
 
         def dial() -> None:
             one.send(encode_hello(Hello(one.identity.instance, one.token, 0, 2)))
@@ -590,14 +596,30 @@ class TestOptions:
             LocalEnd(TcpBackend(), options=options)
 
     def test_port_in_use(self, end: LocalEnd) -> None:
-        port = decode_identity(end.identity()).port
+        port = decode_identity(end.identity()).endpoints[0].port
         with pytest.raises(Unreachable, match=str(port)):
             LocalEnd(TcpBackend(), options={"port": port})
+
+    def test_listening_at_another_host_later(self) -> None:
+        """What an end that had no listener is told by its owner when it begins to accept links, and when it moves."""
+        end = LocalEnd(TcpBackend(), listen_host=None)
+        try:
+            assert decode_identity(end.identity()).endpoints == []
+            for host in ("127.0.0.1", "127.0.0.2", "127.0.0.1"):
+                end.backend.listen(host)
+            endpoints = decode_identity(end.identity()).endpoints
+            assert [endpoint.host for endpoint in endpoints] == ["127.0.0.2", "127.0.0.1"]
+            for endpoint in endpoints:
+                socket.create_connection((endpoint.host, endpoint.port), WAIT_S).close()
+            with pytest.raises(Unreachable, match="no such host"):
+                end.backend.listen("no such host")
+        finally:
+            end.close()
 
     def test_advertise_host(self) -> None:
         end = LocalEnd(TcpBackend(), options={"advertise_host": "kv.example"})
         try:
-            assert decode_identity(end.identity()).hosts == ["kv.example"]
+            assert [endpoint.host for endpoint in decode_identity(end.identity()).endpoints] == ["kv.example"]
         finally:
             end.close()
 
@@ -610,7 +632,9 @@ class TestRequests:
         batch = _batch_of(np.array([5, 1 << 33, 0]), num_items=1 << 34, slices=slices)
         body = _tcp_frames.encode_request(batch)
         wanted = _tcp_frames.decode_request(_tcp_frames.Header(Kind.READ, len(body), 9), body)
-        assert (wanted.request_id, wanted.op, wanted.grid_ids) == (9, Op.READ, (1,))
+        assert (wanted.request_id, wanted.op) == (9, Op.READ)
+        (grid,) = wanted.grids
+        assert (grid.grid_id, grid.division) == (1, batch.pairs[0].remote.division)
         assert wanted.items.tolist() == [5, 1 << 33, 0]
         assert wanted.slices == ((64, 64), (0, 32))
 

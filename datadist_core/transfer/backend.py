@@ -10,7 +10,8 @@ Rules that every backend keeps, and that `datadist_core.testing.conformance` che
    destination undefined.
 4. No order between batches.
 5. Only errors of `datadist_core.errors` leave a backend, chained to what caused them.
-6. Whoever serves a request checks ids and ranges against what it exported. The peer is not trusted.
+6. Whoever serves a request checks ids and ranges against what it exported. The peer is not trusted. A grid id names
+   memory; a batch may divide that memory into items in its own way, which the owner checks (`Grid.recut`).
 7. `submit` of a one-sided local backend may complete inline, in the caller's thread: a single-block pull must
    not pay for a thread switch.
 
@@ -35,6 +36,8 @@ from .plan import Batch, Op
 
 
 class CompletionStatus(Enum):
+    """How a batch can end. Unless it is OK, the destination is undefined."""
+
     OK = "ok"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -100,7 +103,7 @@ class BackendContext:
             READ from us, WRITE to us. Raises CacheNotExist / ParamInvalid for what the peer may not touch. The
             memory stays ours until the block is left, which may happen in another thread.
         local_region: region id -> Region for local memory named by a batch; raises ParamInvalid if unknown.
-        listen_host: address to bind a listener to, or None if this side never accepts links.
+        listen_host: address to bind a listener to, or None if this side accepts no links (yet: see `Backend.listen`).
         options: this backend's part of `global_resource_config`.
         process_token: random bytes made once per process.
         report_peer_lost: tell the owner that a peer's data path broke.
@@ -120,11 +123,18 @@ class Backend(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def capabilities(self) -> Capabilities: ...
+    def capabilities(self) -> Capabilities:
+        """What it can do at all. Also before `open`; always the same."""
 
     @abstractmethod
     def open(self, context: BackendContext) -> None:
         """Acquire what the backend needs. Raises Unreachable with the reason if it cannot work on this host."""
+
+    def listen(self, host: str) -> None:  # noqa: B027 - most backends have nothing to listen on
+        """The owner has begun to accept links at `host`: peers that dial from now on must reach us there too.
+
+        Not called for `BackendContext.listen_host`. Idempotent. Raises Unreachable with the reason.
+        """
 
     @abstractmethod
     def close(self) -> None:

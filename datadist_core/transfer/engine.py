@@ -75,6 +75,17 @@ class TransferEngine:
         """Backends asked for that could not be opened here, with the reason."""
         return self._unavailable
 
+    def listen(self, host: str) -> None:
+        """Links are accepted at `host` from now on: backends that dial must be reachable there too.
+
+        One that cannot be is left out of links made there; the others remain.
+        """
+        for backend in self._backends.values():
+            try:
+                backend.listen(host)
+            except Unreachable as error:
+                logger.warning("transfer backend %s cannot be reached at %r: %s", backend.name, host, error)
+
     def run(self, backend: Backend, batch: Batch) -> None:
         """Run one batch to its end. Raises its error; TimedOut when `batch.deadline` passed first."""
         waiter = _Waiter()
@@ -130,20 +141,26 @@ class TransferEngine:
 
 
 class _Waiter:
-    """Receives one completion and lets one thread wait for it."""
+    """Receives one completion and lets one thread wait for it. A lock is the cheapest thing there is to wait on."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._pending = threading.Lock()
+        self._pending.acquire()
         self._completion: Completion | None = None
 
     def done(self, completion: Completion) -> None:
-        self._completion = completion
-        self._event.set()
+        if self._completion is None:
+            self._completion = completion
+            self._pending.release()
 
     def wait(self, deadline: Deadline) -> bool:
         if self._completion is not None:
             return True
-        return self._event.wait(deadline.timeout())
+        timeout_s = deadline.timeout()
+        if not self._pending.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            return False
+        self._pending.release()  # whoever waits again finds it open
+        return True
 
     def raise_unless_ok(self, batch: Batch) -> None:
         completion = self._completion

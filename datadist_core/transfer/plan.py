@@ -108,22 +108,33 @@ def check_items(items: Items, grid: Grid, slices: Sequence[tuple[int, int]]) -> 
     check_slices(grid.item_bytes, slices)
 
 
-def check_indices(items: Items, num_items: int) -> None:
-    """Raise ParamInvalid, naming the first bad one, unless all `items` are in 0..num_items-1."""
-    if len(items) and (int(items.min()) < 0 or int(items.max()) >= num_items):
+def check_indices(items: Items, num_items: int, name: str = "") -> None:
+    """Raise ParamInvalid, naming the first bad one (and the argument `name`), unless all are in 0..num_items-1."""
+    # As unsigned numbers negative ones are larger than any: one look finds both kinds.
+    if len(items) and np.maximum.reduce(items.view(np.uint64)) >= num_items:
         bad = int(items[(items < 0) | (items >= num_items)][0])
-        raise ParamInvalid(f"block index {bad} is out of range: the cache has {num_items} blocks (0..{num_items - 1})")
+        where = f"{name}: " if name else ""
+        raise ParamInvalid(
+            f"{where}block index {bad} is out of range: the cache has {num_items} blocks (0..{num_items - 1})"
+        )
 
 
 def check_slices(item_bytes: int, slices: Sequence[tuple[int, int]]) -> None:
     """Raise ParamInvalid unless all (offset, num_bytes) lie in an item of `item_bytes`."""
     for offset, num_bytes in slices:
         if offset < 0 or num_bytes < 1 or offset + num_bytes > item_bytes:
-            raise ParamInvalid(f"slice of {num_bytes} bytes at {offset} does not lie in an item of {item_bytes} bytes")
+            raise ParamInvalid(
+                f"slices: slice of {num_bytes} bytes at {offset} does not lie in an item of {item_bytes} bytes"
+            )
+
+
+_FIRST, _ONE = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
 
 
 def merge_runs(local_items: Items, remote_items: Items) -> tuple[Items, Items]:
     """Where runs start and how long they are, a run being consecutive on both sides at once."""
+    if len(local_items) == 1:
+        return _FIRST, _ONE
     # Prepending something that is no predecessor makes the first item, if there is one, the start of a run.
     breaks = (np.diff(local_items, prepend=local_items[:1] - 2) != 1) | (
         np.diff(remote_items, prepend=remote_items[:1] - 2) != 1
@@ -180,7 +191,7 @@ def _outer(part: CopyList, local: Sequence[int], remote: Sequence[int]) -> CopyL
     return CopyList(
         np.add.outer(np.array(local, dtype=np.int64), part.local).ravel(),
         np.add.outer(np.array(remote, dtype=np.int64), part.remote).ravel(),
-        np.tile(part.num_bytes, len(local)),
+        np.add.outer(np.zeros(len(local), dtype=np.int64), part.num_bytes).ravel(),  # cheaper than np.tile
     )
 
 

@@ -18,10 +18,13 @@ ENTRY_POINT_GROUP = "datadist_core.backends"
 _BUILT_IN = {
     "loopback": "datadist_core.backends.loopback:LoopbackBackend",
     "shm": "datadist_core.backends.shm:ShmBackend",
+    "cma": "datadist_core.backends.cma:CmaBackend",
     "tcp": "datadist_core.backends.tcp:TcpBackend",
+    "nixl": "datadist_core.backends.nixl:NixlBackend",
+    "mooncake": "datadist_core.backends.mooncake:MooncakeBackend",
 }
-#: Best first: no copy through another process, then mapped memory, then sockets.
-AUTO_ORDER = ("loopback", "shm", "tcp")
+#: Best first: within this process, then mapped memory, then memory that the kernel copies, then sockets.
+AUTO_ORDER = ("loopback", "shm", "cma", "tcp")
 
 
 def backend_names(transfer_backend: str) -> tuple[str, ...]:

@@ -12,10 +12,13 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..config import HostPort
+from ..checks import HostPort
 from ..errors import ClosedError, LLMException, ParamInvalid, PeerLost, ProtocolError, TimedOut
 from ..types import Deadline
 from .codec import PREAMBLE, FrameDecoder, encode
@@ -109,34 +112,60 @@ class Channel(asyncio.Protocol):
         self._loop.call_later(1.0, self._transport.abort)
 
 
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A bound address that accepts connections, with the real port also when 0 was asked for."""
+
+    address: HostPort
+    server: asyncio.Server
+
+
 class ControlLoop:
     """The loop's thread, listeners and dialling."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self._servers: list[asyncio.Server] = []
+        self._listeners: list[Listener] = []
+        self._lock = threading.Lock()
+        self._running: set[Future[Any]] = set()
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, name=f"datadist-control-{name}", daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], deadline: Deadline) -> T:
-        """Run in the loop, from another thread. Raises TimedOut; the coroutine is cancelled then."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        """Run in the loop, from another thread. Raises TimedOut (the coroutine is cancelled then) or ClosedError."""
+        future = self._start(coroutine)
         try:
             return future.result(deadline.timeout())
-        except TimeoutError as error:
+        except FutureTimeout as error:
             future.cancel()
             raise TimedOut("the control loop did not finish in time") from error
+        except CancelledError as error:
+            raise ClosedError("the control loop was stopped meanwhile") from error
+        finally:
+            with self._lock:
+                self._running.discard(future)
+
+    def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._lock:
+            if self._stopped:
+                coroutine.close()
+                raise ClosedError("the control loop has stopped")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+            self._running.add(future)
+            return future
 
     def dial(self, address: HostPort, local_host: str | None, deadline: Deadline) -> Channel:
         """Connect. Raises PeerLost with the system's reason, or TimedOut naming the address."""
         return self.run(self._dial(address, local_host, deadline), Deadline.after(deadline.remaining_s() + 1))
 
-    def listen(self, address: HostPort, accept: Callable[[Channel], None]) -> HostPort:
-        """Bind and accept; returns the bound address (for port 0). Raises ParamInvalid if it cannot be bound."""
+    def listen(self, address: HostPort, accept: Callable[[Channel], None]) -> Listener:
+        """Bind and accept, beside other listeners. Raises ParamInvalid naming the address if it cannot be bound."""
         return self.run(self._listen(address, accept), Deadline.after(10))
 
-    def stop_listening(self) -> None:
-        self.run(self._stop_listening(), Deadline.after(5))
+    def close_listener(self, listener: Listener) -> None:
+        """Accept no more there; the port is free on return. What was accepted stays. Twice is a no-op."""
+        self.run(self._close_listener(listener), Deadline.after(5))
 
     def close(self) -> None:
         """Stop the loop and its thread; connections still open are closed. Idempotent."""
@@ -158,7 +187,7 @@ class ControlLoop:
             raise PeerLost(f"cannot connect to {address}: {error}") from error
         return channel
 
-    async def _listen(self, address: HostPort, accept: Callable[[Channel], None]) -> HostPort:
+    async def _listen(self, address: HostPort, accept: Callable[[Channel], None]) -> Listener:
         def make_channel() -> Channel:
             channel = Channel(self.loop)
             accept(channel)
@@ -166,30 +195,52 @@ class ControlLoop:
 
         host = None if address.host in ("", "*") else address.host
         try:
-            server = await self.loop.create_server(make_channel, host, address.port, backlog=1024)
+            server = await self._create_server(make_channel, host, address.port)
         except OSError as error:
             raise ParamInvalid(
                 f"cannot listen on {address}: {error.strerror or error}; choose another address, or port 0"
             ) from error
-        self._servers.append(server)
-        return HostPort(address.host, server.sockets[0].getsockname()[1])
+        listener = Listener(HostPort(address.host, server.sockets[0].getsockname()[1]), server)
+        self._listeners.append(listener)
+        return listener
 
-    async def _stop_listening(self) -> None:
-        for server in self._servers:
+    async def _create_server(self, make_channel: Callable[[], Channel], host: str | None, port: int) -> asyncio.Server:
+        """One port on all addresses of `host`. For port 0 the system would pick another one for each address."""
+        server = await self.loop.create_server(make_channel, host, port, backlog=1024)
+        if port == 0 and len(server.sockets) > 1:
+            picked = server.sockets[0].getsockname()[1]
             server.close()
-        self._servers.clear()
+            await server.wait_closed()
+            server = await self.loop.create_server(make_channel, host, picked, backlog=1024)
+        return server
+
+    async def _close_listener(self, listener: Listener) -> None:
+        listener.server.close()
+        if listener in self._listeners:
+            self._listeners.remove(listener)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
-            for server in self._servers:
-                server.close()
-            for task in asyncio.all_tasks(self.loop):
-                task.cancel()
+            for listener in self._listeners:
+                listener.server.close()
+            self._end_running()
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         finally:
             self.loop.close()
+
+    def _end_running(self) -> None:
+        """Nobody may go on waiting for a loop that runs no more."""
+        with self._lock:
+            self._stopped = True
+            running = list(self._running)
+        for future in running:
+            future.cancel()
+        while tasks := asyncio.all_tasks(self.loop):
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
 
 def _address_text(peername: Any) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 #: Raised whenever an old peer could misread a new one. Both ends must agree exactly.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -159,6 +159,42 @@ class Found(Message, frozen=True, tag=True, omit_defaults=True):
     cache: CacheInfo
 
 
+class Locate(Message, frozen=True, tag=True, omit_defaults=True):
+    """Ask the owner which of its caches these addresses of its memory lie in."""
+
+    request_id: int
+    addresses: list[int]
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where one address lies: byte `offset_bytes` of a tensor of a cache."""
+
+    cache_id: int
+    tensor: int
+    offset_bytes: int
+
+
+class Located(Message, frozen=True, tag=True, omit_defaults=True):
+    """One place per address, in order, and the caches they name."""
+
+    request_id: int
+    places: list[Place]
+    caches: list[CacheInfo]
+
+
+class Consume(Message, frozen=True, tag=True, omit_defaults=True):
+    """We have pulled what this key stands for; the owner drops the key. Answered with Reply, also if it is unknown.
+
+    `cache_id` is what was pulled: a key that names another cache by now is kept.
+    """
+
+    request_id: int
+    cache_id: int
+    model_id: int
+    req_id: int
+    prefix_id: int
+
+
 class Revoke(Message, frozen=True, tag=True, omit_defaults=True):
     """A cache is about to be freed: forget it, let transfers on it end, then answer with Revoked."""
 
@@ -175,7 +211,7 @@ class Call(Message, frozen=True, tag=True, omit_defaults=True):
 
 
 class Reply(Message, frozen=True, tag=True, omit_defaults=True):
-    """The good answer to Call (with the body) and to Revoke (empty)."""
+    """The good answer to Call (with the body), and to Revoke and Consume (empty)."""
 
     request_id: int
     body: bytes = b""
@@ -202,6 +238,9 @@ AnyMessage = (
     | Unlinked
     | Lookup
     | Found
+    | Locate
+    | Located
+    | Consume
     | Revoke
     | Call
     | Reply

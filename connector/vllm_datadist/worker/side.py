@@ -218,8 +218,8 @@ def check_memory(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def device_unsupported(device_type: str, what: str) -> UnsupportedMemory:
     return UnsupportedMemory(
-        f"{what}: the KV cache is in {device_type} memory, which needs the nixl transfer backend; this version has "
-        "backends for CPU memory only (loopback, shm, tcp). Run vLLM's CPU build, or use another connector."
+        f"{what}: the KV cache is in {device_type} memory, but this version moves CPU memory only. "
+        "Run vLLM's CPU build, or use another connector."
     )
 
 

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How two ends become linked: who they are, which backends work between them, then both enter the link.
+
+`state.py` shows the messages in their order. Either end may end it with a Refuse, whose text is for the user at the
+other end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..errors import LinkFailed, LLMException, ProtocolError, TimedOut
+from ..transfer.engine import TransferEngine
+from ..types import Deadline, LLMRole, LLMStatusCode
+from ..wire import messages as m
+from .link import Link, wait_for
+from .probe import BeaconMemory, ProbeResult, probe_backends
+
+logger = logging.getLogger(__name__)
+
+#: A dead process shows at once, by its closed connection. Heartbeats are for hosts and networks that go silent, and
+#: must not take a peer for dead that only has too little processor time.
+HEARTBEAT_S = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEnd:
+    """What this end says of itself in a handshake."""
+
+    cluster_id: int
+    incarnation: bytes
+    v2: bool
+    software: str
+    beacon: m.Beacon
+    memory: BeaconMemory
+    role: Callable[[], LLMRole]
+
+
+class Handshake:
+    """The handshake of both ends. Thread-safe: it keeps nothing of its own.
+
+    Args:
+        enter: puts an agreed link into the table (link, backend names best first, our own probe); may refuse.
+        is_dialling: whether we are dialling that cluster ourselves right now.
+    """
+
+    def __init__(
+        self,
+        local: LocalEnd,
+        engine: TransferEngine,
+        enter: Callable[[Link, Sequence[str], ProbeResult], None],
+        is_dialling: Callable[[int], bool],
+    ) -> None:
+        self._local = local
+        self._engine = engine
+        self._enter = enter
+        self._is_dialling = is_dialling
+
+    # -- the dialling end
+
+    def greet(self, link: Link, cluster_id: int, link_token: bytes, deadline: Deadline) -> None:
+        """From Hello to Established. Raises what went wrong, or what the other end refused."""
+        link.send(self._hello(cluster_id, link_token))
+        welcome = self._answer_of(link, m.Welcome, deadline)
+        if not isinstance(welcome, m.Welcome) or welcome.cluster_id != cluster_id:
+            raise ProtocolError(f"the other end does not say it is cluster {cluster_id}")
+        _learn(link, welcome)
+        result = self._probe(link, link_token, deadline)
+        theirs = self._answer_of(link, m.Probed, deadline)
+        if isinstance(theirs, m.Probed):
+            self._agree(link, result, theirs)
+        self._answer_of(link, m.Established, deadline)
+
+    def _agree(self, link: Link, mine: ProbeResult, theirs: m.Probed) -> None:
+        common = [name for name in mine.usable if name in theirs.usable]
+        for name, reason in theirs.rejected.items():
+            mine.rejected.setdefault(name, f"from the other end: {reason}")
+        if not common:
+            raise LinkFailed(f"no transfer backend works between the two ends: {mine.rejected}")
+        # In the table before the peer can send anything on it.
+        self._enter(link, common, mine)
+        link.send(m.Ready(common))
+        link.established.set()
+
+    def _answer_of(self, link: Link, kind: type, deadline: Deadline) -> m.AnyMessage:
+        """The next handshake message; a Refuse instead becomes the error it carries."""
+        expected, refused = link.expect(kind), link.expect(m.Refuse)
+        done = threading.Event()
+        for future in (expected, refused):
+            future.add_done_callback(lambda _: done.set())
+        if not done.wait(deadline.timeout()):
+            raise TimedOut(f"no {kind.__name__} from {link.channel.peer_address} in time")
+        if refused.done() and refused.exception() is None:
+            refusal = refused.result()
+            if isinstance(refusal, m.Refuse):
+                raise _refusal(refusal, link.channel.peer_address)
+        return wait_for(expected, deadline, f"no {kind.__name__} in time")
+
+    # -- the listening end
+
+    def answer(self, link: Link, hello: m.Hello, deadline: Deadline) -> None:
+        """From Welcome to Established. Raises what the dialling end is to be told with `refuse`."""
+        self._check_hello(hello)
+        _learn(link, hello)
+        link.send(self._welcome())
+        result = self._probe(link, hello.link_token, deadline)
+        link.send(m.Probed(result.usable, result.rejected))
+        ready = wait_for(link.expect(m.Ready), deadline, "the dialling end did not finish the handshake")
+        if isinstance(ready, m.Ready):
+            self._enter(link, ready.backends, result)
+            link.send(m.Established())
+            link.established.set()
+
+    def refuse(self, link: Link, error: LLMException) -> None:
+        try:
+            link.send(m.Refuse(int(error.status_code), str(error)))
+        except LLMException:
+            logger.debug("the refusal could not be sent")
+        link.close(error)
+
+    def _check_hello(self, hello: m.Hello) -> None:
+        mine = self._local.cluster_id
+        if hello.protocol_version != m.PROTOCOL_VERSION:
+            raise LinkFailed(f"protocol version {hello.protocol_version} there, {m.PROTOCOL_VERSION} here")
+        if hello.expected_cluster_id != mine:
+            raise LinkFailed(
+                f"remote_cluster_id={hello.expected_cluster_id} was asked for, but this is cluster {mine}",
+                LLMStatusCode.LLM_PARAM_INVALID,
+            )
+        if hello.cluster_id == mine:
+            raise LinkFailed(f"both ends have cluster_id={mine}; it must be unique", LLMStatusCode.LLM_PARAM_INVALID)
+        if hello.v2 != self._local.v2:
+            raise LinkFailed(f"enable_cache_manager (V2) is {hello.v2} there and {self._local.v2} here; set both alike")
+        # Both ends dial each other at once: the smaller id's dial counts, the other one's is turned away.
+        if mine < hello.cluster_id and self._is_dialling(hello.cluster_id):
+            raise LinkFailed("this end is dialling you already", LLMStatusCode.LLM_PROCESSING_LINK)
+
+    # -- both
+
+    def _probe(self, link: Link, link_token: bytes, deadline: Deadline) -> ProbeResult:
+        if link.peer.beacon is None:
+            raise ProtocolError("the peer has no beacon")
+        return probe_backends(
+            self._engine,
+            self._local.memory,
+            link.link_id,
+            link.peer.offers,
+            link.peer.beacon,
+            initiator=link.dialling,
+            link_token=link_token,
+            deadline=deadline,
+        )
+
+    def _hello(self, expected_cluster_id: int, link_token: bytes) -> m.Hello:
+        end = self._local
+        return m.Hello(
+            m.PROTOCOL_VERSION,
+            end.software,
+            end.cluster_id,
+            expected_cluster_id,
+            end.incarnation,
+            int(end.role()),
+            end.v2,
+            link_token,
+            self._offers(),
+            end.beacon,
+            HEARTBEAT_S,
+        )
+
+    def _welcome(self) -> m.Welcome:
+        end = self._local
+        return m.Welcome(
+            m.PROTOCOL_VERSION,
+            end.software,
+            end.cluster_id,
+            end.incarnation,
+            int(end.role()),
+            end.v2,
+            self._offers(),
+            end.beacon,
+            HEARTBEAT_S,
+        )
+
+    def _offers(self) -> list[m.BackendOffer]:
+        return [m.BackendOffer(name, backend.identity()) for name, backend in self._engine.backends.items()]
+
+
+def _learn(link: Link, said: m.Hello | m.Welcome) -> None:
+    link.peer.cluster_id, link.peer.incarnation = said.cluster_id, said.incarnation
+    link.peer.role, link.peer.beacon, link.peer.offers = said.role, said.beacon, said.offers
+    link.channel.allow_large()
+
+
+def _refusal(refusal: m.Refuse, peer_address: str) -> LLMException:
+    known = {int(code) for code in LLMStatusCode}
+    code = LLMStatusCode(refusal.status) if refusal.status in known else LLMStatusCode.LLM_LINK_FAILED
+    return LinkFailed(f"{peer_address} refused the link: {refusal.message}", code)
