@@ -33,7 +33,7 @@ from .link.handshake import LocalEnd
 from .link.link import LinkInfo
 from .link.manager import LinkManager, Target
 from .link.probe import BEACON_BYTES, BeaconMemory
-from .memory.layout import CacheLayout
+from .memory.layout import CacheLayout, divide
 from .services import ServiceTable
 from .settings import Settings
 from .transfer.backend import BackendContext
@@ -426,7 +426,8 @@ def _beacon_entry(memory: BeaconMemory) -> CacheEntry:
     """The beacon as an entry of the cache table, so that two-sided backends serve it like any other grid."""
     desc = CacheDesc(1, (1, BEACON_BYTES), DataType.DT_UINT8, Placement.HOST)
     cache = Cache(BEACON_CACHE_ID, desc, [memory.address], is_blocks_cache=True)
-    layout = CacheLayout((memory.grid,), True, 1, 1, desc.data_type.name)
+    division = divide(desc.shape, desc.data_type.item_bytes, desc.batch_dim_index, is_blocks=True)
+    layout = CacheLayout((memory.grid,), True, division, desc.data_type.name)
     return CacheEntry(cache, layout, True, False, lambda: None)
 
 

@@ -9,19 +9,8 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import Unreachable
-
 CAP_SYS_PTRACE = 19
 _YAMA_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """Two processes with equal hosts see each other's process numbers and sockets."""
-
-    boot_id: str
-    pid_namespace: str
-    network_namespace: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +21,6 @@ class Credentials:
     group_ids: tuple[int, ...]
     permitted: int
     effective: int
-
-
-def this_host() -> Host:
-    """Raises Unreachable where /proc does not tell."""
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return Host(boot_id, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net"))
-    except OSError as error:
-        raise Unreachable(f"cannot tell which host and namespaces this is: {error}") from error
 
 
 def yama_scope() -> int:

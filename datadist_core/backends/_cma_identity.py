@@ -18,7 +18,8 @@ import struct
 import msgspec
 
 from ..errors import ProtocolError, Unreachable
-from ._cma_host import Host
+from ._attached import decode_identity_as
+from ._host import Host
 
 _VERSION = 1
 _BACKLOG = 1024
@@ -63,10 +64,7 @@ def encode_identity(host: Host, door: bytes, proofs_address: int, traces_all: bo
 
 def decode_identity(identity: bytes) -> Identity:
     """Raises ProtocolError."""
-    try:
-        decoded = msgspec.msgpack.decode(identity, type=Identity)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"this is not the identity of a cma backend: {error}") from error
+    decoded = decode_identity_as(Identity, identity, "cma")
     if not 0 < decoded.proofs_address < _MAX_ADDRESS:
         raise ProtocolError(f"the peer's cma backend names an impossible address, {decoded.proofs_address:#x}")
     return decoded

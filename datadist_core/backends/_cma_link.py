@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import numpy as np
 from .._copy.cma import Fault, ProofGone, RemoteCopy, RemoteProcess, read_remote
 from ..errors import LLMException, ParamInvalid, PeerLost, RemoteError, Unreachable
 from ..transfer.plan import Batch, CopyList, Op
+from ._attached import AttachedRegions
 from ._cma_host import ProcessWatch
 from ._cma_permission import why_refused
 
@@ -114,33 +114,21 @@ class CmaLink:
     def __init__(self, peer_id: int, peer: Peer) -> None:
         self.peer_id = peer_id
         self.peer = peer
-        self._lock = threading.Lock()
-        self._regions: dict[int, AttachedRegion] = {}
+        self._regions: AttachedRegions[AttachedRegion] = AttachedRegions(peer_id)
 
     def attach(self, region_id: int, region: AttachedRegion) -> None:
         """Raises Unreachable if it cannot be read; PeerLost."""
-        with self._lock:
-            if self._regions.get(region_id) == region:
-                return
+        if self._regions.get(region_id) == region:
+            return
         try:
             self.peer.touch(region)
         except RemoteError as error:
             raise Unreachable(f"region {region_id} of peer {self.peer_id}: {error}") from error
-        with self._lock:
-            self._regions[region_id] = region
+        self._regions.put(region_id, region)
 
     def detach(self, region_id: int) -> None:
-        with self._lock:
-            self._regions.pop(region_id, None)
+        self._regions.remove(region_id)
 
     def bases_of(self, batch: Batch) -> dict[int, int]:
         """Where the peer's regions that a batch names begin. ParamInvalid unless its remote grids lie in them."""
-        with self._lock:
-            found = {}
-            for pair in batch.pairs:
-                region = self._regions.get(pair.remote.region_id)
-                if region is None:
-                    raise ParamInvalid(f"region {pair.remote.region_id} of peer {self.peer_id} is not attached")
-                pair.remote.check_inside(region.size_bytes)
-                found[pair.remote.region_id] = region.address
-            return found
+        return {region_id: region.address for region_id, region in self._regions.of(batch).items()}

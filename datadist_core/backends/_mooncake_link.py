@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..errors import Cancelled, LLMException, ParamInvalid, PeerLost, RemoteError
+from ..errors import Cancelled, LLMException, PeerLost, RemoteError
 from ..memory.region import Region
 from ..transfer.backend import Completion, DoneCallback
 from ..transfer.plan import Batch, CopyList, Op
 from ..types import Deadline
+from ._attached import AttachedRegions
 from ._mooncake_engine import Initiator, Peer, interrupted_at
 from ._mooncake_identity import Descriptor
 
@@ -68,35 +69,14 @@ class Link:
     on_lost: Callable[[Link, LLMException], None]
     end_error: LLMException | None = None
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _regions: dict[int, Descriptor] = field(default_factory=dict)
+    regions: AttachedRegions[Descriptor] = field(init=False)
     _waiting: deque[OpenBatch] = field(default_factory=deque)
     _moving: OpenBatch | None = None
     _thread: threading.Thread | None = None
     _num_reading: int = 0
 
-    def attach(self, region_id: int, described: Descriptor) -> None:
-        with self._changed:
-            self._regions[region_id] = described
-
-    def detach(self, region_id: int) -> None:
-        with self._changed:
-            self._regions.pop(region_id, None)
-
-    def has(self, region_id: int, described: Descriptor) -> bool:
-        with self._changed:
-            return self._regions.get(region_id) == described
-
-    def addresses(self, batch: Batch) -> dict[int, int]:
-        """Where the regions lie that a batch names. Raises ParamInvalid unless its remote grids lie in them."""
-        found = {}
-        with self._changed:
-            for pair in batch.pairs:
-                region = self._regions.get(pair.remote.region_id)
-                if region is None:
-                    raise ParamInvalid(f"region {pair.remote.region_id} of peer {self.peer_id} is not attached")
-                pair.remote.check_inside(region.size_bytes)
-                found[pair.remote.region_id] = region.address
-        return found
+    def __post_init__(self) -> None:
+        self.regions = AttachedRegions(self.peer_id)
 
     def check_up(self) -> None:
         """Raise what ended the link."""

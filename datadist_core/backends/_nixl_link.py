@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from ..errors import LLMException, NotYetLinked, ParamInvalid, PeerLost, ProtocolError, Unreachable
-from ..transfer.plan import Batch
+from ..errors import LLMException, NotYetLinked, PeerLost, Unreachable
+from ._attached import AttachedRegions, decode_descriptor_as, decode_identity_as
 
 _VERSION = 1
 _MAX_IDENTITY_BYTES = 4096
@@ -54,10 +53,7 @@ def encode_identity(plugin: str, name: str, connection: bytes) -> bytes:
 
 def decode_identity(identity: bytes, plugin: str) -> Identity:
     """Raises ProtocolError for anything that is none, Unreachable for one that does not fit ours."""
-    try:
-        peer = msgspec.msgpack.decode(identity, type=Identity)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"this is not the identity of a nixl backend: {error}") from error
+    peer = decode_identity_as(Identity, identity, "nixl")
     if peer.version != _VERSION:
         raise Unreachable(f"the peer's nixl backend speaks version {peer.version}, this one {_VERSION}")
     if peer.plugin != plugin:
@@ -73,14 +69,9 @@ def encode_descriptor(address: int, size_bytes: int, metadata: bytes) -> bytes |
 
 def decode_descriptor(region_id: int, size_bytes: int, descriptor: bytes) -> Descriptor:
     """Raises Unreachable unless it describes a region of `size_bytes`."""
-    try:
-        described = msgspec.msgpack.decode(descriptor, type=Descriptor)
-    except msgspec.MsgspecError as error:
-        raise Unreachable(f"the descriptor of region {region_id} is malformed: {error}") from error
-    if described.size_bytes != size_bytes or size_bytes < 1 or described.address < 0:
-        raise Unreachable(
-            f"region {region_id} is announced with {size_bytes} bytes but its descriptor says {described.size_bytes}"
-        )
+    described = decode_descriptor_as(Descriptor, descriptor, region_id, size_bytes)
+    if size_bytes < 1 or described.address < 0:
+        raise Unreachable(f"region {region_id} of {size_bytes} bytes at {described.address} cannot exist")
     return described
 
 
@@ -116,24 +107,15 @@ class Link:
 
     peer_id: int
     identity: Identity
-    regions: dict[int, Descriptor]
+    regions: AttachedRegions[Descriptor] = field(init=False)
     up: bool = False
     lost: LLMException | None = None
+
+    def __post_init__(self) -> None:
+        self.regions = AttachedRegions(self.peer_id)
 
     def check_up(self) -> None:
         if self.lost is not None:
             raise PeerLost(f"peer {self.peer_id} has gone, or the link was taken down") from self.lost
         if not self.up:
             raise NotYetLinked(f"peer {self.peer_id} is not connected")
-
-    def regions_of(self, batch: Batch) -> Mapping[int, Descriptor]:
-        """The attached regions that a batch names. Raises ParamInvalid unless its remote grids lie in them."""
-        found: dict[int, Descriptor] = {}
-        for pair in batch.pairs:
-            region_id = pair.remote.region_id
-            region = self.regions.get(region_id)
-            if region is None:
-                raise ParamInvalid(f"region {region_id} of peer {self.peer_id} is not attached")
-            pair.remote.check_inside(region.size_bytes)
-            found[region_id] = region
-        return found

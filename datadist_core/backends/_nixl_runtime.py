@@ -85,7 +85,7 @@ class Runtime:
 
     def connect(self, peer_id: int, peer: Identity, link_token: bytes, deadline: Deadline, *, initiator: bool) -> None:
         self.disconnect(peer_id)
-        link = Link(peer_id, peer, {})
+        link = Link(peer_id, peer)
         with self._changed:
             self._check_open()
             self._links[peer_id] = link
@@ -124,12 +124,12 @@ class Runtime:
         if link.regions.get(region_id) == described:
             return
         self._probe(link, described, deadline)
-        link.regions[region_id] = described
+        link.regions.put(region_id, described)
 
     def detach(self, peer_id: int, region_id: int) -> None:
         with self._changed:
             link, movers = self._links.get(peer_id), self._movers()
-        if link is not None and link.regions.pop(region_id, None) is not None:
+        if link is not None and link.regions.remove(region_id):
             self._forget(link, movers)
 
     def link(self, peer_id: int) -> Link:
@@ -144,7 +144,7 @@ class Runtime:
 
     def submit(self, batch_id: int, batch: Batch, done: DoneCallback) -> None:
         link = self.link(batch.peer_id)
-        remote = link.regions_of(batch)
+        remote = link.regions.of(batch)
         regions = frozenset(pair.local.region_id for pair in batch.pairs)
         transfer = Transfer(batch_id, batch.peer_id, link.identity.name, regions, done)
         mover = self._begin(transfer)

@@ -41,12 +41,15 @@ from ..memory.region import Region
 from ..transfer.backend import Backend, BackendContext, Capabilities, DoneCallback
 from ..transfer.plan import Batch, expand
 from ..types import Deadline
-from ._cma_host import ProcessWatch, may_trace_all, this_host, yama_scope
+from ._attached import decode_descriptor_as
+from ._cma_host import ProcessWatch, may_trace_all, yama_scope
 from ._cma_identity import Door, Identity, check_same_host, decode_identity, encode_identity, process_behind
 from ._cma_link import AttachedRegion, CmaLink, Peer
 from ._cma_permission import consent, why_forbidden_here, why_refused
-from ._cma_proofs import ProofTable, find_proof, prove
+from ._cma_proofs import NUM_SLOTS, find_proof, prove
+from ._host import this_host
 from ._inline import InlineBatches, OpenBatch
+from ._proof_table import ProofTable
 
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.002
@@ -109,7 +112,7 @@ class CmaBackend(Backend):
 
     def open(self, context: BackendContext) -> None:
         allow_ptrace = _allow_ptrace(context.options)
-        host, proofs = this_host(), ProofTable()
+        host, proofs = this_host(), ProofTable("cma", NUM_SLOTS)
         _check_possible(proofs)
         door = Door()
         identity = encode_identity(host, door.address, proofs.address, may_trace_all(), allow_ptrace)
@@ -159,15 +162,7 @@ class CmaBackend(Backend):
         """Nothing is kept of a region. Peers must have ended their transfers on it; nothing here can stop them."""
 
     def attach(self, peer_id: int, region_id: int, size_bytes: int, descriptor: bytes, deadline: Deadline) -> None:
-        try:
-            described = msgspec.msgpack.decode(descriptor, type=_Descriptor)
-        except msgspec.MsgspecError as error:
-            raise Unreachable(f"the descriptor of region {region_id} is malformed: {error}") from error
-        if described.size_bytes != size_bytes:
-            raise Unreachable(
-                f"region {region_id} is announced with {size_bytes} bytes but its descriptor says "
-                f"{described.size_bytes}"
-            )
+        described = decode_descriptor_as(_Descriptor, descriptor, region_id, size_bytes)
         if described.address < 1 or size_bytes < 1 or described.address + size_bytes > _END_OF_ADDRESSES:
             raise Unreachable(f"region {region_id} of {size_bytes} bytes at {described.address:#x} cannot exist")
         self._link(peer_id).attach(region_id, AttachedRegion(described.address, size_bytes))

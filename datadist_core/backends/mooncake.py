@@ -33,14 +33,14 @@ from ..memory.region import Region
 from ..transfer.backend import Backend, BackendContext, Capabilities, DoneCallback
 from ..transfer.plan import Batch, expand
 from ..types import Deadline
+from ._attached import decode_descriptor_as
 from ._mooncake_engine import Engine, Initiator, Peer
 from ._mooncake_identity import (
     INSTANCE_BYTES,
+    NUM_SLOTS,
     TABLE_BYTES,
     Descriptor,
     Identity,
-    ProofTable,
-    decode_descriptor,
     decode_identity,
     make_identity,
     prove,
@@ -48,6 +48,7 @@ from ._mooncake_identity import (
 )
 from ._mooncake_link import Link, OpenBatch, cut
 from ._mooncake_options import MooncakeOptions, address_of, parse_options
+from ._proof_table import ProofTable
 
 logger = logging.getLogger(__name__)
 
@@ -161,24 +162,24 @@ class MooncakeBackend(Backend):
 
     def attach(self, peer_id: int, region_id: int, size_bytes: int, descriptor: bytes, deadline: Deadline) -> None:
         self._opened()
-        described, link = decode_descriptor(descriptor, region_id, size_bytes), self._link(peer_id)
-        if link.has(region_id, described):
+        described, link = decode_descriptor_as(Descriptor, descriptor, region_id, size_bytes), self._link(peer_id)
+        if link.regions.get(region_id) == described:
             return
         ends = (described.address, described.address + size_bytes - 1)
         if link.read(ends, 1, deadline) is None:
             link.check_up()
             raise Unreachable(f"the peer's Mooncake engine at {link.peer.name} does not give region {region_id}")
-        link.attach(region_id, described)
+        link.regions.put(region_id, described)
 
     def detach(self, peer_id: int, region_id: int) -> None:
         with self._lock:
             link = self._links.get(peer_id)
         if link is not None:
-            link.detach(region_id)
+            link.regions.remove(region_id)
 
     def submit(self, batch_id: int, batch: Batch, done: DoneCallback) -> None:
         context, link = self._opened().context, self._link(batch.peer_id)
-        remote = link.addresses(batch)
+        remote = {region_id: described.address for region_id, described in link.regions.of(batch).items()}
         regions = {pair.local.region_id: context.local_region(pair.local.region_id) for pair in batch.pairs}
         for pair in batch.pairs:
             pair.local.check_inside(regions[pair.local.region_id].size_bytes)
@@ -229,7 +230,7 @@ class MooncakeBackend(Backend):
 
 def _stand_up(context: BackendContext, options: MooncakeOptions, host: str) -> _Standing:
     """Raises Unreachable with the reason."""
-    server, proofs = Engine(options, host), ProofTable()
+    server, proofs = Engine(options, host), ProofTable("mooncake", NUM_SLOTS)
     try:
         if not server.register(proofs.address, TABLE_BYTES):
             raise Unreachable(f"Mooncake cannot register memory for its transport {options.protocol}")

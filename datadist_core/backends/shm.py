@@ -25,11 +25,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..errors import ClosedError, LLMException, NotYetLinked, ParamInvalid, PeerLost, ProtocolError, Unreachable
+from ..errors import ClosedError, LLMException, NotYetLinked, PeerLost, Unreachable
 from ..memory.region import Region
 from ..transfer.backend import Backend, BackendContext, Capabilities, DoneCallback
 from ..transfer.plan import Batch, expand
 from ..types import Deadline
+from ._attached import AttachedRegions, decode_descriptor_as, decode_identity_as
+from ._host import this_host
 from ._inline import InlineBatches, OpenBatch
 from ._shm_client import RegionClient
 from ._shm_mapping import FileKey, MappedFile, file_key
@@ -69,7 +71,7 @@ class _Link:
         self.client = client
         self.lost: LLMException | None = None
         self._lock = threading.Lock()
-        self._regions: dict[int, _AttachedRegion] = {}
+        self._regions: AttachedRegions[_AttachedRegion] = AttachedRegions(admission.peer_id)
         self._files: weakref.WeakValueDictionary[FileKey, MappedFile] = weakref.WeakValueDictionary()
 
     def check_up(self) -> None:
@@ -78,9 +80,8 @@ class _Link:
             raise PeerLost(f"peer {self.admission.peer_id} has gone or closed the link") from self.lost
 
     def attach(self, region_id: int, described: _Descriptor, deadline: Deadline) -> None:
-        with self._lock:
-            if region_id in self._regions:
-                return
+        if self._regions.get(region_id) is not None:
+            return
         fd = self.client.fetch(region_id, deadline)
         try:
             self._add(region_id, described, fd)
@@ -88,27 +89,15 @@ class _Link:
             os.close(fd)
 
     def detach(self, region_id: int) -> None:
-        with self._lock:
-            self._regions.pop(region_id, None)
+        self._regions.remove(region_id)
 
     def regions_of(self, batch: Batch) -> dict[int, _AttachedRegion]:
         """The attached regions that a batch names. Raises ParamInvalid unless its remote grids lie in them."""
-        with self._lock:
-            found = {}
-            for pair in batch.pairs:
-                region = self._regions.get(pair.remote.region_id)
-                if region is None:
-                    raise ParamInvalid(
-                        f"region {pair.remote.region_id} of peer {self.admission.peer_id} is not attached"
-                    )
-                pair.remote.check_inside(region.size_bytes)
-                found[pair.remote.region_id] = region
-            return found
+        return self._regions.of(batch)
 
     def close(self) -> None:
         self.client.close()
-        with self._lock:
-            self._regions.clear()
+        self._regions.clear()
 
     def _add(self, region_id: int, described: _Descriptor, fd: int) -> None:
         key = file_key(fd)
@@ -117,7 +106,7 @@ class _Link:
             if file is None:
                 file = self._files[key] = MappedFile(fd)
             address = file.address_of(described.offset_bytes, described.size_bytes)
-            self._regions[region_id] = _AttachedRegion(file, address, described.size_bytes)
+            self._regions.put(region_id, _AttachedRegion(file, address, described.size_bytes))
 
 
 class ShmBackend(Backend):
@@ -138,7 +127,7 @@ class ShmBackend(Backend):
         return Capabilities(one_sided=True, cross_host=False, inline=True)
 
     def open(self, context: BackendContext) -> None:
-        here = _this_host()
+        here = this_host()
         server = RegionServer(self._find_region, self._on_lost)
         server.start()
         self._identity = msgspec.msgpack.encode(
@@ -164,7 +153,7 @@ class ShmBackend(Backend):
         return self._identity
 
     def connect(self, peer_id: int, identity: bytes, *, initiator: bool, link_token: bytes, deadline: Deadline) -> None:
-        peer = _decode_identity(identity)
+        peer = decode_identity_as(_Identity, identity, self.name)
         _check_reachable(peer)
         self.disconnect(peer_id)
         client = RegionClient(peer.address)
@@ -202,15 +191,7 @@ class ShmBackend(Backend):
             self._regions.pop(region_id, None)
 
     def attach(self, peer_id: int, region_id: int, size_bytes: int, descriptor: bytes, deadline: Deadline) -> None:
-        try:
-            described = msgspec.msgpack.decode(descriptor, type=_Descriptor)
-        except msgspec.MsgspecError as error:
-            raise Unreachable(f"the descriptor of region {region_id} is malformed: {error}") from error
-        if described.size_bytes != size_bytes:
-            raise Unreachable(
-                f"region {region_id} is announced with {size_bytes} bytes but its descriptor says "
-                f"{described.size_bytes}"
-            )
+        described = decode_descriptor_as(_Descriptor, descriptor, region_id, size_bytes)
         self._link(peer_id).attach(region_id, described, deadline)
 
     def detach(self, peer_id: int, region_id: int) -> None:
@@ -285,31 +266,8 @@ def _move(running: OpenBatch, context: BackendContext, link: _Link) -> None:
     link.check_up()
 
 
-@dataclass(frozen=True, slots=True)
-class _Host:
-    boot_id: str
-    network_namespace: str
-
-
-def _this_host() -> _Host:
-    """Raises Unreachable where /proc does not tell."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot_id = file.read().strip()
-        return _Host(boot_id, os.readlink("/proc/self/ns/net"))
-    except OSError as error:
-        raise Unreachable(f"cannot tell which host and network namespace this is: {error}") from error
-
-
-def _decode_identity(identity: bytes) -> _Identity:
-    try:
-        return msgspec.msgpack.decode(identity, type=_Identity)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"this is not the identity of an shm backend: {error}") from error
-
-
 def _check_reachable(peer: _Identity) -> None:
-    here = _this_host()
+    here = this_host()
     if peer.version != _VERSION:
         raise Unreachable(f"the peer's shm backend speaks version {peer.version}, this one {_VERSION}")
     if peer.boot_id != here.boot_id:

@@ -104,9 +104,9 @@ def check_equally_long(first_name: str, first: Items, second_name: str, second: 
         )
 
 
-def check_batch_index(name: str, batch_index: int, layout: CacheLayout) -> None:
-    if not 0 <= batch_index < layout.batch_size:
-        raise ParamInvalid(f"{name}={batch_index} is out of range 0..{layout.batch_size - 1}")
+def check_batch_index(name: str, batch_index: int, batch_size: int) -> None:
+    if not 0 <= batch_index < batch_size:
+        raise ParamInvalid(f"{name}={batch_index} is out of range 0..{batch_size - 1}")
 
 
 def deadline_arg(deadline_s: float | None, default_s: float) -> Deadline:

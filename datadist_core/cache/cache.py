@@ -32,7 +32,6 @@ class Cache:
         hold: gives a token that keeps the memory; raises CacheNotExist when the cache is freed. None, or a token
             that is None: the memory was named by its addresses only. Where those are in one of our caches, views
             keep that cache's memory; other memory is the caller's to keep.
-        owner: a token, in place of `hold`.
     """
 
     def __init__(
@@ -42,13 +41,12 @@ class Cache:
         tensor_addrs: list[int],
         is_blocks_cache: bool,
         hold: Hold | None = None,
-        owner: object = None,
     ) -> None:
         self._cache_id = cache_id
         self._cache_desc = cache_desc
         self._tensor_addrs = list(tensor_addrs)
         self._is_blocks_cache = is_blocks_cache
-        self._hold: Hold = hold or (lambda: owner)
+        self._hold: Hold = hold or (lambda: None)
 
     @classmethod
     def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[int]) -> Cache:

@@ -41,10 +41,10 @@ class LocalCopier:
         check_contiguous("src", src, "copy_blocks")
         _check_alike("dst", dst, "src", src)
         with self._use(dst) as to, self._use(src) as of:
-            check_batch_index("dst_batch_index", dst_index, self._table.by_id(dst.cache_id).layout)
-            check_batch_index("src_batch_index", src_index, self._table.by_id(src.cache_id).layout)
-            part = _part(to.division, of.division, offset, size)
-            _copy(_expand(to, _entry_items(to, dst_index), of, _entry_items(of, src_index), part))
+            check_batch_index("dst_batch_index", dst_index, to.division.batch_size)
+            check_batch_index("src_batch_index", src_index, of.division.batch_size)
+            part = _part(to.division, offset, size)
+            _copy(_expand(to, to.division.entry_items(dst_index), of, of.division.entry_items(src_index), part))
 
     def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
         """`CacheManager.copy_blocks`, its types checked."""
@@ -129,27 +129,23 @@ def _check_opposite(src: Cache, dst: Cache) -> None:
         )
 
 
-def _part(to: Division, of: Division, offset: int, size: int) -> _Part:
+def _part(division: Division, offset: int, size: int) -> _Part:
     """`offset` and `size` of copy_cache, which are within a batch entry, as a part of every item of it."""
-    entry_bytes = to.num_outer * to.item_bytes
+    entry_bytes = division.entry_bytes
     if not 0 <= offset < entry_bytes:
         raise ParamInvalid(f"offset={offset} is out of range 0..{entry_bytes - 1}, the bytes of a batch entry")
     rest = entry_bytes - offset
     if size > rest:
         raise ParamInvalid(f"size={size} is more than the {rest} bytes that a batch entry has from offset={offset} on")
     size = rest if size == WHOLE_ENTRY else size
-    if of.num_outer == 1:
+    if division.num_outer == 1:
         return _Part(offset, size)
     if size != entry_bytes:
         raise ParamInvalid(
             f"offset={offset}, size={size}: with dimensions before batch_dim_index a batch entry is not contiguous, "
             "and can be copied as a whole only (offset=0, size=-1)"
         )
-    return _Part(0, to.item_bytes)
-
-
-def _entry_items(local: _Local, batch_index: int) -> Items:
-    return np.arange(local.division.num_outer, dtype=np.int64) * local.division.batch_size + batch_index
+    return _Part(0, division.item_bytes)
 
 
 def _expand(to: _Local, targets: Items, of: _Local, sources: Items, part: _Part) -> CopyList:

@@ -25,7 +25,7 @@ def entries_planner(
     def plan(met: Met) -> Moves:
         mine, theirs = met.local.layout, met.remote.layout
         check_tensors_per_layer(local.tensors_per_layer, mine)
-        check_batch_index(index_name, batch_index, mine)
+        check_batch_index(index_name, batch_index, mine.batch_size)
         _check_kind(key_name, theirs, False, "pull_blocks or push_blocks")
         here = Side(mine, local.tensors(mine), batch_index)
         return plan_entries(here, Side(theirs, remote.tensors(theirs), met.remote_batch_index), size)

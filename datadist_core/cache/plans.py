@@ -69,7 +69,7 @@ def plan_entries(here: Side, there: Side, size: int) -> Moves:
             f"size={size} is more than a batch entry has: {mine.entry_bytes} bytes here, {theirs.entry_bytes} there"
         )
     part = _part_of_item(mine, theirs, size)
-    items = mine.entry_items(here.batch_index), theirs.entry_items(there.batch_index)
+    items = mine.division.entry_items(here.batch_index), theirs.division.entry_items(there.batch_index)
     return Moves(_pairs(here.grids(), there.grids()), *items, (part,))
 
 
@@ -95,11 +95,11 @@ def check_num_blocks(num_blocks: int, cut: Grid, name: str = "dst_blocks") -> No
 
 
 def _part_of_item(mine: CacheLayout, theirs: CacheLayout, size: int) -> Slice:
-    if mine.num_outer != theirs.num_outer:
+    if mine.division.num_outer != theirs.division.num_outer:
         raise ParamInvalid("batch_dim_index of the two caches must match: their batch entries lie in different ways")
     if size == WHOLE_ENTRY or size == mine.entry_bytes == theirs.entry_bytes:
         return Slice(0, 0, mine.item_bytes)
-    if mine.num_outer != 1:
+    if mine.division.num_outer != 1:
         raise ParamInvalid(
             f"size={size} must be -1: with dimensions before batch_dim_index a batch entry is not contiguous"
         )

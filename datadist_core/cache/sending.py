@@ -74,7 +74,7 @@ def check_config(config: Config, source: CacheEntry, blocks: BlockLists, rules: 
     layout = source.layout
     layers = source_layers(config, source)
     if not layout.is_blocks:
-        check_batch_index("src_batch_index", config.src_batch_index, layout)
+        check_batch_index("src_batch_index", config.src_batch_index, layout.batch_size)
     _check_source_blocks(layout, blocks)
     if not isinstance(config, TransferConfig):
         return

@@ -15,6 +15,7 @@ from ..transfer.backend import ServedGrid
 from ..transfer.plan import Op
 from ..transfer.regions import RegionTable
 from ..wire.messages import CacheInfo, Consume, Lookup, Place
+from .args import check_batch_index
 from .desc import BlocksCacheKey, CacheKey
 from .table import CacheEntry, CacheTable, KeyedEntry, check_accessible
 
@@ -139,9 +140,7 @@ def _find_by_id(table: CacheTable, query: Lookup) -> KeyedEntry:
     if query.cache_id == BEACON_CACHE_ID:
         raise CacheNotExist(f"cache_id={query.cache_id} is no cache")
     entry = table.by_id(query.cache_id)
-    batch_size = entry.layout.batch_size
-    if not 0 <= query.batch_index < batch_size:
-        raise ParamInvalid(f"batch_index={query.batch_index} is out of range 0..{batch_size - 1}")
+    check_batch_index("batch_index", query.batch_index, entry.layout.batch_size)
     return KeyedEntry(entry, query.batch_index)
 
 

@@ -113,10 +113,6 @@ class CacheStore:
         cache = Cache(cache_id, desc, list(addrs), is_blocks_cache, hold=keeper.hold)
         return CacheEntry(cache, _layout(grids, desc, division, is_blocks_cache), accessible, True, release)
 
-    def region_address(self, region_id: int) -> int:
-        """Where a region of ours starts."""
-        return self._regions.region(region_id).address
-
     def close(self) -> None:
         """Give the pools up, with all caches in them. Views that users hold keep their mapping."""
         for pool in self._pools.values():
@@ -153,4 +149,4 @@ def _grid(region: Region, offset_bytes: int, division: Division) -> Grid:
 
 
 def _layout(grids: tuple[Grid, ...], desc: CacheDesc, division: Division, is_blocks_cache: bool) -> CacheLayout:
-    return CacheLayout(grids, is_blocks_cache, division.batch_size, division.num_outer, desc.data_type.name)
+    return CacheLayout(grids, is_blocks_cache, division, desc.data_type.name)

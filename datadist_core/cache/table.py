@@ -114,11 +114,6 @@ class CacheTable:
                 return KeyedEntry(entry, entry.key_to_index[key])
         raise CacheNotExist(f"{key!r} names no cache here (never set, or dropped)")
 
-    def is_alive(self, cache_id: int) -> bool:
-        """Whether a cache exists, if only for its keys."""
-        with self._lock:
-            return cache_id in self._alive
-
     def entries(self) -> list[CacheEntry]:
         """All caches, also those that only their keys hold."""
         with self._lock:

@@ -121,4 +121,4 @@ def _layout_of(info: CacheInfo, grids: tuple[Grid, ...]) -> CacheLayout:
     sizes = {(grid.item_bytes, grid.num_items) for grid in grids}
     if len(grids) != info.num_tensors or sizes != {(division.item_bytes, division.num_items)}:
         raise ParamInvalid(f"the peer's description of its cache {info.cache_id} contradicts its grids")
-    return CacheLayout(grids, info.is_blocks_cache, division.batch_size, division.num_outer, info.data_type)
+    return CacheLayout(grids, info.is_blocks_cache, division, info.data_type)

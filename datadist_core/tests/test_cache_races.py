@@ -603,7 +603,8 @@ def test_own_memory_is_given_back_only_when_nothing_uses_it_any_more(ends) -> No
         came.append(held.task.get_results(1)[0])
 
     with together(unregister):
-        until(lambda: not p._open().table.is_alive(source.cache_id), "the cache is being given back")
+        alive = p._open().table.entries
+        until(lambda: source.cache_id not in {entry.cache_id for entry in alive()}, "the cache is being given back")
         assert held.end() == {77}
     assert came == [OK]
 

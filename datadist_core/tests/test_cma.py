@@ -31,7 +31,8 @@ from datadist_core._copy.cma import PROOF_BYTES, Fault, ProofGone, RemoteCopy, R
 from datadist_core.backends import _cma_host, _cma_link, _cma_permission, _cma_proofs, cma
 from datadist_core.backends._cma_host import Credentials, ProcessWatch
 from datadist_core.backends._cma_identity import Door, decode_identity, process_behind
-from datadist_core.backends._cma_proofs import NUM_SLOTS, ProofTable, find_proof
+from datadist_core.backends._cma_proofs import NUM_SLOTS, find_proof
+from datadist_core.backends._proof_table import ProofTable
 from datadist_core.backends.cma import CmaBackend
 from datadist_core.errors import (
     LLMException,
@@ -137,7 +138,7 @@ class OwnMemory:
     def __init__(self, num_bytes: int) -> None:
         self.here = np.zeros(num_bytes, dtype=np.uint8)
         self.there = np.random.default_rng(1).integers(0, 256, num_bytes, dtype=np.uint8)
-        self.table = ProofTable()
+        self.table = ProofTable("cma", NUM_SLOTS)
         self.proof = os.urandom(PROOF_BYTES)
         self.table.show(self.proof)
         address = find_proof(os.getpid(), self.table.address, self.proof)
@@ -369,7 +370,7 @@ class TestUserMemory:
         """How a batch over two pages ends of which the second cannot be touched on one side."""
         pair.link()
         export = export_of(pair.b, theirs.ctypes.data, 3 * PAGE)
-        pair.a.backend._links[A_KNOWS_B_AS].link._regions[export.region_id] = _cma_link.AttachedRegion(
+        pair.a.backend._links[A_KNOWS_B_AS].link._regions._regions[export.region_id] = _cma_link.AttachedRegion(
             theirs.ctypes.data, 3 * PAGE
         )
         region = Region(next(IDS), mine.ctypes.data, 3 * PAGE, Placement.HOST, mine)
@@ -819,7 +820,7 @@ class TestConsent:
 
 
 def test_more_links_than_slots() -> None:
-    table = ProofTable()
+    table = ProofTable("cma", NUM_SLOTS)
     slots = [table.show(os.urandom(PROOF_BYTES)) for _ in range(NUM_SLOTS)]
     with pytest.raises(Unreachable, match=f"{NUM_SLOTS} links"):
         table.show(os.urandom(PROOF_BYTES))

@@ -27,10 +27,11 @@ from datadist_core import BlocksCacheKey
 from datadist_core.backends import _mooncake_link
 from datadist_core.backends._mooncake_binding import environment, load
 from datadist_core.backends._mooncake_engine import Engine
-from datadist_core.backends._mooncake_identity import NUM_SLOTS, Descriptor, ProofTable, decode_identity, prove, shows
+from datadist_core.backends._mooncake_identity import NUM_SLOTS, Descriptor, decode_identity, prove, shows
 from datadist_core.backends._mooncake_link import PIECE_BYTES, PIECE_RANGES, Link, OpenBatch, cut
 from datadist_core.backends._mooncake_options import MooncakeOptions, address_of, parse_options
 from datadist_core.backends._mooncake_sockets import listening_ports, own_sockets, shut_connections, shut_listener
+from datadist_core.backends._proof_table import ProofTable
 from datadist_core.backends.mooncake import MooncakeBackend
 from datadist_core.errors import ParamInvalid, PeerLost, RemoteError, Unreachable
 from datadist_core.testing.child import ChildEnd
@@ -300,7 +301,7 @@ def test_nothing_moves_after_a_part_has_failed(child_pair: BackendPair[ChildEnd]
     pair, batch = child_pair, big_batch(child_pair, op)
     pair.a.view(pair.a.region.region_id)[:] = 1
     link = link_of(pair.a)
-    ((region_id, described),) = link._regions.items()
+    ((region_id, described),) = link.regions._regions.items()
     # Such that the first item of the batch lies just behind the peer's region, and the others in it.
     shift = described.size_bytes - batch.pairs[0].remote.end_bytes + (1 << 20)
     link.attach(region_id, Descriptor(described.address + shift, described.size_bytes))
@@ -454,7 +455,7 @@ def test_sockets_are_found_and_shut_by_their_address() -> None:
 
 
 def test_proofs_come_and_go() -> None:
-    table = ProofTable()
+    table = ProofTable("mooncake", NUM_SLOTS)
     proofs = [prove(bytes([at]) * 16, b"i" * 16) for at in range(NUM_SLOTS)]
     slots = [table.show(proof) for proof in proofs]
     assert all(shows(table._slots.tobytes(), proof) for proof in proofs)

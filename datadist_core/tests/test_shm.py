@@ -197,6 +197,7 @@ class TestWhoGetsIn:
 
 def backend_of_nobody() -> ShmBackend:
     """Factory for a child process that runs as another user."""
+    np.random.default_rng()  # is loaded on first use, from a folder that the other user may not be able to read
     os.setgroups([])
     os.setresgid(65534, 65534, 65534)
     os.setresuid(65534, 65534, 65534)
@@ -246,7 +247,7 @@ class TestReasons:
             pair.a.connect(1, identity, True, b"t" * 16, WAIT_S)
 
     def test_a_real_other_network_namespace(self, pair: BackendPair[LocalEnd]) -> None:
-        code = "from datadist_core.backends.shm import _this_host; print(_this_host().network_namespace)"
+        code = "from datadist_core.backends._host import this_host; print(this_host().network_namespace)"
         done = subprocess.run(
             ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", code],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
