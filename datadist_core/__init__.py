@@ -16,7 +16,7 @@ from .cache.cache import Cache, KvCache
 from .cache.desc import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, MemInfo
 from .cache.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from .cache.manager import CacheManager, KvCacheManager
-from .cache.mover import TransferReport
+from .cache.report import TransferReport
 from .cache.views import Tensor, create_tensors
 from .checks import HostPort
 from .cluster import LLMClusterInfo

@@ -69,7 +69,7 @@ class LLMConfig:
 
     @property
     def device_id(self) -> int | list[int] | tuple[int, ...] | None:
-        """Ids of accelerators: an int >= 0, or a list or tuple of them; default not set. No effect here."""
+        """Ids of accelerators: an int >= 0, or a list or tuple of them; default not set. For `cann` only."""
         return self._values["device_id"]  # type: ignore[no-any-return]
 
     @device_id.setter
@@ -129,7 +129,9 @@ class LLMConfig:
     def mem_pool_cfg(self) -> str | None:
         """The DEVICE pool, as JSON {"memory_size": bytes > 0, "page_shift": 10..30}; default not set: no pool.
 
-        Pages have `1 << page_shift` bytes, by default 64 KiB (16). Overrides `ge.flowGraphMemMaxSize`.
+        Pages have `1 << page_shift` bytes, by default 64 KiB (16). Overrides `ge.flowGraphMemMaxSize`. An extension:
+        "huge_pages": true puts the pool into huge pages of the system (vm.nr_hugepages must have enough of them),
+        which makes copies of scattered blocks faster.
         """
         return self._values["mem_pool_cfg"]  # type: ignore[no-any-return]
 
@@ -179,7 +181,7 @@ class LLMConfig:
 
     @property
     def local_comm_res(self) -> str | None:
-        """A JSON object, or ""; default not set. Once set, also to "", the end is V2; the content has no effect."""
+        """A JSON object, or ""; default not set. Once set, also to "", the end is V2. Its content is for `cann`."""
         return self._values["local_comm_res"]  # type: ignore[no-any-return]
 
     @local_comm_res.setter
@@ -190,7 +192,10 @@ class LLMConfig:
 
     @property
     def transfer_backend(self) -> str:
-        """What moves the bytes: a name, "module:Class", or several with commas; default "auto", the best that works."""
+        """What moves the bytes: a name, "module:Class", or several with commas; default "auto", the best that works.
+
+        "hixl" is "auto" behind the engine of Huawei's own package, where that is installed.
+        """
         return str(self._values["transfer_backend"])
 
     @transfer_backend.setter
@@ -229,7 +234,7 @@ class LLMConfig:
 
     @property
     def rdma_traffic_class(self) -> int | None:
-        """A multiple of 4 in 0..255; default not set. No effect here."""
+        """A multiple of 4 in 0..255; default not set. For the transfer backend `cann` only."""
         return self._values["rdma_traffic_class"]  # type: ignore[no-any-return]
 
     @rdma_traffic_class.setter
@@ -238,7 +243,7 @@ class LLMConfig:
 
     @property
     def rdma_service_level(self) -> int | None:
-        """0..7; default not set. No effect here."""
+        """0..7; default not set. For the transfer backend `cann` only."""
         return self._values["rdma_service_level"]  # type: ignore[no-any-return]
 
     @rdma_service_level.setter

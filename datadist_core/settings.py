@@ -21,15 +21,19 @@ logger = logging.getLogger(__name__)
 
 INT64_MAX = 2**63 - 1
 DEFAULT_PAGE_SHIFT = 16
-BUILT_IN_BACKENDS = ("auto", "loopback", "shm", "cma", "tcp", "nixl", "mooncake", "hixl")
+BUILT_IN_BACKENDS = ("auto", "loopback", "shm", "cma", "tcp", "nixl", "mooncake", "cann", "hixl")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """One memory pool: `memory_size_bytes` mapped lazily, handed out in pages of `1 << page_shift` bytes."""
+    """One memory pool: `memory_size_bytes` mapped lazily, handed out in pages of `1 << page_shift` bytes.
+
+    With `huge_pages` it lies in huge pages of the system, all of it reserved at once.
+    """
 
     memory_size_bytes: int
     page_shift: int = DEFAULT_PAGE_SHIFT
+    huge_pages: bool = False
 
     @classmethod
     def parse(cls, text: str, name: str) -> PoolSettings:
@@ -40,7 +44,10 @@ class PoolSettings:
             raise ParamInvalid(f"{name}: memory_size={size!r} must be a number of bytes greater than 0")
         if isinstance(shift, bool) or not isinstance(shift, int) or not 10 <= shift <= 30:
             raise ParamInvalid(f"{name}: page_shift={shift!r} must be an int of 10..30 (pages of 1 KiB to 1 GiB)")
-        return cls(size, shift)
+        huge = values.get("huge_pages", False)
+        if not isinstance(huge, bool):
+            raise ParamInvalid(f"{name}: huge_pages={huge!r} must be true or false")
+        return cls(size, shift, huge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,7 @@ _KNOWN_KEYS = {
     "llm.GlobalResourceConfig",
     "llm.LinkTotalTime",
     "llm.LinkRetryCount",
-    # Kept for compatibility; they steer hardware that is not here.
+    # Kept for compatibility; they steer hardware that is not here, but for those of `_FOR_THE_VENDOR`.
     "ge.exec.deviceId",
     "ge.session_device_id",
     "llm.RdmaTrafficClass",
@@ -96,9 +103,21 @@ _KNOWN_KEYS = {
 }
 
 
+#: Known options that the vendor's own engine gets as well, as it does all that are not known here.
+_FOR_THE_VENDOR = {
+    "llm.LocalCommRes",
+    "ge.exec.deviceId",
+    "ge.session_device_id",
+    "llm.RdmaTrafficClass",
+    "llm.RdmaServiceLevel",
+}
+
+
 def _parse_settings(options: Mapping[str, str]) -> Settings:
     _check_kept(options)
     listen = options.get("llm.listenIpInfo", "")
+    transfer_backend = parse_backend(options.get("llm.TransferBackend", "auto"))
+    backend_options = json_object(options.get("llm.GlobalResourceConfig") or "{}", "llm.GlobalResourceConfig")
     return Settings(
         listen=HostPort.parse(listen, "llm.listenIpInfo") if listen else None,
         sync_kv_timeout_s=_digits(options, "llm.SyncKvCacheWaitTime", 1000, low=1) / 1000,
@@ -107,8 +126,8 @@ def _parse_settings(options: Mapping[str, str]) -> Settings:
         local_comm_res=comm_res(options.get("llm.LocalCommRes"), "llm.LocalCommRes"),
         remote_cache_accessible=_flag(options, "llm.EnableRemoteCacheAccessible"),
         switch_role_enabled=_flag(options, "llm.EnableSwitchRole"),
-        transfer_backend=_backend(options.get("llm.TransferBackend", "auto")),
-        backend_options=json_object(options.get("llm.GlobalResourceConfig") or "{}", "llm.GlobalResourceConfig"),
+        transfer_backend=transfer_backend,
+        backend_options=_for_the_vendor(transfer_backend, backend_options, options),
         link_total_time_s=_digits(options, "llm.LinkTotalTime", 0, high=UINT32_MAX),
         link_retry_count=_digits(options, "llm.LinkRetryCount", 1, low=1, high=100),
     )
@@ -155,9 +174,16 @@ def parse_pools(options: Mapping[str, str]) -> dict[Placement, PoolSettings]:
     return pools
 
 
-def _backend(name: str) -> str:
-    """ "hixl" is the original's transport for its own hardware: scripts that ask for it get the best one here."""
-    return "auto" if name == "hixl" else parse_backend(name)
+def _for_the_vendor(transfer_backend: str, given: dict[str, Any], options: Mapping[str, str]) -> dict[str, Any]:
+    """`given`, and in the part of the backend `cann`, if it is asked for, the options that steer Ascend hardware."""
+    part = given.get("cann", {})
+    if not {"cann", "hixl"}.intersection(transfer_backend.split(",")) or not isinstance(part, dict):
+        return given
+    own = part.get("options", {})
+    steering = {key: text for key, text in options.items() if key in _FOR_THE_VENDOR or key not in _KNOWN_KEYS}
+    if not steering or not isinstance(own, dict):
+        return given
+    return {**given, "cann": {**part, "options": {**steering, **own}}}
 
 
 def parse_backend(name: str, option: str = "llm.TransferBackend") -> str:

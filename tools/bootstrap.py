@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes .venv with everything that the demo and the tests need. Standard library only, safe to run again.
 
-    python3 tools/bootstrap.py              (or: make venv)
+    python3 tools/bootstrap.py                                  (or: make venv)
+    DATADIST_EXTRAS=nixl,mooncake python3 tools/bootstrap.py    with NIXL and Mooncake as well (or: --extras)
 
-Done once: a stamp in .venv remembers what it was made from, and only a changed pyproject.toml or bootstrap.py makes it
-again. TORCH_INDEX_URL, if set, is handed to pip as an extra index; it is needed where pip cannot find vLLM's CPU torch.
+Done once: a stamp in .venv remembers what it was made from, and only a changed pyproject.toml or bootstrap.py, or an
+extra that is not there yet, makes it again; extras that were asked for once stay. TORCH_INDEX_URL, if set, is handed to
+pip as an extra index; it is needed where pip cannot find vLLM's CPU torch.
+
+The extras bring foreign engines. One that is installed but cannot be loaded, for want of a system library, is reported
+and does not stop anything: the tests that need it skip, or fail if DATADIST_REQUIRE_ALL=1, with the same reason.
 """
 
 from __future__ import annotations
@@ -22,7 +27,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST, NEWEST = (3, 10), (3, 13)
-EXTRAS = "vllm,router,dev"
+EXTRAS = ("vllm", "router", "dev")
+OPTIONAL_EXTRAS = ("nixl", "mooncake", "plot")
+EXTRAS_VARIABLE = "DATADIST_EXTRAS"
+# What shows that an extra's package can be used: nixl and mooncake load libraries of the system.
+USED_BY_EXTRA = {"nixl": "nixl._api", "mooncake": "mooncake.engine", "plot": "matplotlib"}
 # For the demo's model: reading GGUF, and nothing of accelerate's or gguf's own needs that vLLM has not brought.
 MODEL_TOOLS = ("gguf", "accelerate")
 # Optional companions of torch that often do not fit a CPU torch, and then break `import vllm`.
@@ -164,9 +173,23 @@ class Environment:
         self.log = directory / "bootstrap.log"
         self.stamp = directory / ".bootstrap-stamp"
 
-    def is_current(self, fingerprint: str) -> bool:
-        """Whether it was completely made from the same inputs."""
-        return self.python.exists() and self.stamp.exists() and self.stamp.read_text().strip() == fingerprint
+    def is_current(self, fingerprint: str, extras: Sequence[str]) -> bool:
+        """Whether it was completely made from the same inputs, with these optional extras at least."""
+        made_from, present = self._read_stamp()
+        return self.python.exists() and made_from == fingerprint and set(extras) <= set(present)
+
+    def present_extras(self) -> tuple[str, ...]:
+        """Optional extras that it was made with."""
+        return self._read_stamp()[1]
+
+    def write_stamp(self, fingerprint: str, extras: Sequence[str]) -> None:
+        """It is complete."""
+        self.stamp.write_text(" ".join((fingerprint, *extras)) + "\n")
+
+    def _read_stamp(self) -> tuple[str, tuple[str, ...]]:
+        """Fingerprint and optional extras of the last complete making."""
+        words = self.stamp.read_text().split() if self.stamp.exists() else []
+        return (words[0], tuple(word for word in words[1:] if word in OPTIONAL_EXTRAS)) if words else ("", ())
 
     def create(self) -> None:
         """Make the bare environment, unless it is there already."""
@@ -194,14 +217,15 @@ class Environment:
             say(f"network trouble; trying again in {RETRY_PAUSE_S * attempt:.0f} s")
             time.sleep(RETRY_PAUSE_S * attempt)
 
-    def install(self) -> None:
+    def install(self, optional_extras: Sequence[str]) -> None:
         """pip itself, then the project with its extras in one go, so that pip resolves everything together."""
         self.pip("upgrading pip", "install", "--upgrade", "pip")
         index = os.environ.get("TORCH_INDEX_URL")
         extra_index = ["--extra-index-url", index] if index else []
+        extras = ",".join((*EXTRAS, *optional_extras))
         self.pip(
-            f"installing the project with [{EXTRAS}] (vLLM and torch: a few minutes, 4 GB)",
-            "install", "--progress-bar", "off", *extra_index, "--editable", f".[{EXTRAS}]", *MODEL_TOOLS,
+            f"installing the project with [{extras}] (vLLM and torch: a few minutes, 4 GB)",
+            "install", "--progress-bar", "off", *extra_index, "--editable", f".[{extras}]", *MODEL_TOOLS,
         )  # fmt: skip
 
     def remove_broken_companions(self) -> None:
@@ -218,6 +242,15 @@ class Environment:
         if status != 0:
             raise fail("import vllm", output, self.log)
         say(output.strip().splitlines()[-1])
+
+    def report_extras(self, extras: Sequence[str]) -> None:
+        """Say which optional extras work, and why the others do not, which is no error here."""
+        for extra in extras:
+            module = USED_BY_EXTRA[extra]
+            status, output = run_logged(f"checking {extra}", [str(self.python), "-c", f"import {module}"], self.log)
+            if status != 0:
+                reason = (output.strip() or f"exit status {status}").splitlines()[-1]
+                say(f"{extra} is installed but cannot be used here: {reason}")
 
     def _absent(self, module: str) -> bool:
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is not None)"
@@ -239,22 +272,39 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
-def bootstrap(directory: Path) -> None:
+def parse_extras(text: str) -> tuple[str, ...]:
+    """Optional extras from a list like "nixl,mooncake". Raises BootstrapError naming what is none of them."""
+    extras = tuple(dict.fromkeys(text.replace(",", " ").split()))
+    unknown = [name for name in extras if name not in OPTIONAL_EXTRAS]
+    if unknown:
+        raise BootstrapError(
+            f"{', '.join(unknown)} cannot be installed besides {', '.join(EXTRAS)}.\n"
+            f"Remedy: choose from {', '.join(OPTIONAL_EXTRAS)} in {EXTRAS_VARIABLE} or --extras"
+        )
+    return extras
+
+
+def bootstrap(directory: Path, extras: Sequence[str] = ()) -> None:
     """Make the environment, or find that it is made already.
+
+    Args:
+        extras: optional extras of the project, besides those that the environment has already.
 
     Raises:
         BootstrapError: with the reason and the remedy.
     """
     environment = Environment(directory)
     wanted = fingerprint()
-    if environment.is_current(wanted):
+    if environment.is_current(wanted, extras):
         return
+    extras = tuple(dict.fromkeys((*environment.present_extras(), *extras)))
     check_machine()
     environment.create()
-    environment.install()
+    environment.install(extras)
     environment.remove_broken_companions()
     environment.verify()
-    environment.stamp.write_text(wanted + "\n")
+    environment.report_extras(extras)
+    environment.write_stamp(wanted, extras)
     say(f"{directory} is ready")
 
 
@@ -262,8 +312,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 if the environment is ready, 1 with a message if not, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(description="Make the virtual environment for demo and tests.")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    parser.add_argument(
+        "--extras",
+        default=os.environ.get(EXTRAS_VARIABLE, ""),
+        help=f"optional extras, separated by commas: {', '.join(OPTIONAL_EXTRAS)} (default: ${EXTRAS_VARIABLE})",
+    )
+    parsed = parser.parse_args(arguments)
     try:
-        bootstrap(parser.parse_args(arguments).venv.absolute())
+        bootstrap(parsed.venv.absolute(), parse_extras(parsed.extras))
     except BootstrapError as error:
         print(f"\n{error}", file=sys.stderr)
         return 1

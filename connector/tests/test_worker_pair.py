@@ -13,7 +13,9 @@ import msgspec
 import pytest
 import torch
 
+from datadist_core import LLMStatusCode
 from datadist_core.errors import LLMException
+from datadist_core.testing.parallel import eventually
 from vllm_datadist.description import PROTOCOL_VERSION, Description
 from vllm_datadist.groups import GroupInfo
 from vllm_datadist.messages import (
@@ -270,6 +272,18 @@ def test_a_load_ends_by_its_deadline_when_p_never_opens_the_lease(workers: Calla
     assert results.failed == {"d-1"}
 
 
+def test_a_load_reads_before_p_opens_the_lease_and_ends_after(workers: Callable[..., Worker]) -> None:
+    p, d = workers(), workers()
+    _fill(p)
+    remote = _lease(p)
+    d.side.start(StepWork(loads=[_job(remote, [1], [2])]))
+    assert eventually(lambda: torch.equal(d.blocks([2]), p.blocks([1])))
+    assert not d.side.take_results().received
+    p.side.start(StepWork(leases=[LeaseOpen(remote.key, LEASE_S)]))
+    assert not _results(d, lambda results: bool(results.received)).failed
+    assert _results(p, lambda results: bool(results.sent)).sent == {"p-1"}
+
+
 def test_blocks_that_p_does_not_have_fail_the_load(workers: Callable[..., Worker]) -> None:
     p, d = workers(), workers()
     assert _hand_off(p, d, [NUM_BLOCKS + 5], [1]).failed == {"d-1"}
@@ -295,6 +309,18 @@ def test_a_watched_lease_outlives_its_time(workers: Callable[..., Worker]) -> No
     assert p.side.leases.num_active == 1
     d.side.start(StepWork(ended=[RequestKey("d-1", 1)]))
     assert _results(p, lambda results: bool(results.sent)).sent == {"p-1"}
+
+
+def test_a_lease_is_renewed_when_it_is_first_watched(workers: Callable[..., Worker]) -> None:
+    """The ticket may have been on its way for long: the lease's time starts again."""
+    p, d = workers(), workers()
+    remote = replace(_lease(p), lease_s=600.0)
+    p.side.start(StepWork(leases=[LeaseOpen(remote.key, 600.0)]))
+    renewed = threading.Event()
+    renew = p.side.leases.renew
+    p.side.leases.renew = lambda keys: [renewed.set(), renew(keys)][1]
+    d.side.start(StepWork(watches=[Watch(RequestKey("d-1", 1), remote)]))
+    assert renewed.wait(30)
 
 
 def _ranks(workers: Callable[..., Worker], count: int) -> list[Worker]:
@@ -342,3 +368,10 @@ def test_closing_leaves_no_thread(workers: Callable[..., Worker]) -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
     assert {thread.name for thread in set(threading.enumerate()) - before} == set()
+
+
+def test_too_few_huge_pages_are_named_with_the_remedy() -> None:
+    """And not as something that is wrong with the address."""
+    with pytest.raises(LLMException, match=r"vm\.nr_hugepages") as caught:
+        DataDistNode("127.0.0.1", 0, "shm", 1 << 45, huge_pages=True)
+    assert caught.value.status_code is LLMStatusCode.LLM_OUT_OF_MEMORY

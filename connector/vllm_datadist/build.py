@@ -55,7 +55,12 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     place = worker_place(vllm_config)
     port = worker_port(vllm_config, config, place)
     node = DataDistNode(
-        listen_host(config), port, config.transfer_backend, kv_cache_bytes(kv_cache_config), config.backend_options
+        listen_host(config),
+        port,
+        config.transfer_backend,
+        kv_cache_bytes(kv_cache_config),
+        config.backend_options,
+        config.huge_pages,
     )
     limits = LoadLimits(config.load_timeout_s, config.link_timeout_s, config.load_threads)
     return WorkerSide(node, place, limits, logger)

@@ -26,6 +26,7 @@ class ConnectorConfig:
         link_timeout_s: longest time for one attempt to link with a peer.
         load_timeout_s: longest time from the start of a load to its end, whatever happens.
         load_threads: how many loads of one worker run at the same time.
+        huge_pages: put the KV cache into huge pages of the system (CPU workers; vm.nr_hugepages must have enough).
     """
 
     host: str = ""
@@ -36,6 +37,7 @@ class ConnectorConfig:
     link_timeout_s: float = 10.0
     load_timeout_s: float = 60.0
     load_threads: int = 4
+    huge_pages: bool = False
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
@@ -67,6 +69,12 @@ def _seconds(name: str, value: Any) -> float:
     return float(value)
 
 
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"kv_connector_extra_config: {name} must be true or false, not {value!r}")
+    return value
+
+
 def _options(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(one, Mapping) for one in value.values()):
         raise ConfigError(f"kv_connector_extra_config: {name} must be an object of objects by backend, not {value!r}")
@@ -82,4 +90,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "link_timeout_s": _seconds,
     "load_timeout_s": _seconds,
     "load_threads": lambda name, value: _whole(name, value, 1, 256),
+    "huge_pages": _flag,
 }

@@ -16,7 +16,8 @@
 // A streaming store is not ordered with the plain store or the message that announces it; the fence at the end is
 // what makes "the call returned" mean "visible to whoever is told".
 
-#include <stdint.h>
+#include "ranges.h"
+
 #include <string.h>
 
 #define STREAM_MIN_TOTAL_BYTES (1 << 20)
@@ -24,13 +25,6 @@
 #define LINE_BYTES 64
 #define PREFETCH_LINES 4
 #define PREFETCH_AHEAD 2
-
-typedef struct {
-    const int64_t *dst;
-    const int64_t *src;
-    const int64_t *num_bytes;
-    int64_t n;
-} copy_list;
 
 static inline char *to_pointer(int64_t address) { return (char *)(uintptr_t)address; }
 
@@ -157,6 +151,13 @@ static int best_variant(void) {
 // The number of the sources this library was built from; the loader compares it.
 int64_t datadist_native_abi(void) { return DATADIST_NATIVE_ABI; }
 
+void datadist_copy_list(const copy_list *list, int64_t total_bytes) {
+    if (total_bytes < STREAM_MIN_TOTAL_BYTES)
+        copy_plain(list);
+    else
+        copy_with(best_variant(), list);
+}
+
 // Copy num_bytes[i] from address src[i] to address dst[i] for i in 0..n-1. No state: a caller may split the arrays
 // and give the parts to several threads.
 void datadist_scatter_copy(const int64_t *dst, const int64_t *src, const int64_t *num_bytes, int64_t n) {
@@ -164,10 +165,7 @@ void datadist_scatter_copy(const int64_t *dst, const int64_t *src, const int64_t
     int64_t total_bytes = 0;
     for (int64_t i = 0; i < n; i++)
         total_bytes += num_bytes[i];
-    if (total_bytes < STREAM_MIN_TOTAL_BYTES)
-        copy_plain(&list);
-    else
-        copy_with(best_variant(), &list);
+    datadist_copy_list(&list, total_bytes);
 }
 
 // For tests and measurements: the same copy by one instruction set (0 memcpy, 1 SSE2, 2 AVX2, 3 AVX-512), whatever

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from ..errors import ParamInvalid, ProtocolError, Unreachable
-from ..transfer.plan import Batch
+from ..transfer.plan import Batch, GridPair
 
 
 class Sized(Protocol):
@@ -50,9 +51,13 @@ class AttachedRegions(Generic[R]):
 
     def of(self, batch: Batch) -> dict[int, R]:
         """The regions that a batch names. Raises ParamInvalid unless its remote grids lie in them."""
+        return self.of_pairs(batch.pairs)
+
+    def of_pairs(self, pairs: Iterable[GridPair]) -> dict[int, R]:
+        """The regions of the remote grids of `pairs`. Raises ParamInvalid unless the grids lie in them."""
         with self._lock:
             found: dict[int, R] = {}
-            for pair in batch.pairs:
+            for pair in pairs:
                 region_id = pair.remote.region_id
                 region = self._regions.get(region_id)
                 if region is None:

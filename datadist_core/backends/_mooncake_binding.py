@@ -26,6 +26,8 @@ from ..errors import Unreachable
 
 _MODULE = "mooncake.engine"
 _REMEDY = 'install it with pip install "vllm-datadist[mooncake]"'
+_PACKAGES = {"libibverbs": "libibverbs1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
+"""What its wheel links and does not bring."""
 _TIME_LIMITS = ("MC_TRANSFER_TIMEOUT", "MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
 _LOG_LEVEL = "MC_LOG_LEVEL"
 _GLOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"  # glog's FLAGS_minloglevel
@@ -123,5 +125,6 @@ def _find_log_level(path: str) -> ctypes.c_int | None:
 
 
 def _why_not_loadable(error: Exception) -> str:
-    hint = "; its RDMA library is Debian's and Ubuntu's package libibverbs1" if "libibverbs" in str(error) else ""
+    package = next((package for library, package in _PACKAGES.items() if library in str(error)), None)
+    hint = f"; the library is in Debian's and Ubuntu's package {package}" if package else ""
     return f"Mooncake is installed but cannot be loaded ({error}){hint}; otherwise {_REMEDY}"

@@ -6,6 +6,12 @@ failed, or after its time limit, while others go on, into memory that its owner 
 thing that surely ends them is to destroy the engine. So after a failure the engine of our transfers is retired: new
 calls get a new one, those that run on the old one end as usual, then it is destroyed, and only then is the failure
 reported. Peers that use our memory do not notice: they talk to the other engine.
+
+Interrupting: a call that waits for a peer ends when the connections to that peer are shut down. That shuts all of them,
+whoever uses them, and Mooncake does not notice before it uses them again: it keeps connections, and fails with one that
+is dead. So interrupts are counted for each peer (`Peer.num_interrupts`). An engine that was made before the last one
+is not used for that peer any more, and a call that failed while the number grew has failed for no reason of its own,
+unless it was the one that was meant: it is made again.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +38,7 @@ _FENCE_S = 120.0
 _AGAIN_S = 0.2
 
 _making = threading.Lock()
+_interrupting = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,23 @@ class Peer:
 
     def interrupt(self) -> None:
         """Let calls of this process that wait for the peer fail, as far as they wait for a connection."""
-        shut_connections(self.host, frozenset({self.port, self.data_port} - {0}))
+        with _interrupting:
+            if shut_connections(self.host, frozenset({self.port, self.data_port} - {0})):
+                _interrupts[self] += 1
+
+    def num_interrupts(self) -> int:
+        """How often something was shut down so far; waits for an interrupt that is under way."""
+        with _interrupting:
+            return _interrupts[self]
+
+
+_interrupts: Counter[Peer] = Counter()
+
+
+def past_interrupts() -> Counter[Peer]:
+    """`Peer.num_interrupts` of every peer, as of now."""
+    with _interrupting:
+        return Counter(_interrupts)
 
 
 class Engine:
@@ -126,12 +150,17 @@ def _has_device(topology: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Generation:
-    """One engine in the service of the initiator."""
+    """One engine in the service of the initiator. `interrupts` had happened when it was made."""
 
     engine: Engine
+    interrupts: Counter[Peer] = field(default_factory=past_interrupts)
     num_calls: int = 0
     ending: bool = False
     gone: threading.Event = field(default_factory=threading.Event)
+
+    def may_reach(self, peer: Peer) -> bool:
+        """Whether it keeps no connection to the peer that was shut down."""
+        return self.interrupts[peer] == peer.num_interrupts()
 
 
 class Initiator:
@@ -165,16 +194,17 @@ class Initiator:
 
     def probe(self, peer: Peer, deadline: Deadline) -> bool:
         """Whether the peer's engine answers before the deadline."""
-        generation = self._enter()
+        generation = self._enter(peer)
         try:
             with interrupted_at(deadline, peer):
                 return generation.engine.probe(peer)
         finally:
             self._leave(generation)
+            self._close_if_unused(generation)
 
     def move(self, peer: Peer, op: Op, ranges: CopyList) -> bool:
         """Move absolute ranges. On return, also by an exception, nothing touches the memory any more."""
-        generation = self._enter()
+        generation = self._enter(peer)
         moved = False
         try:
             moved = generation.engine.move(peer, op, ranges)
@@ -182,7 +212,9 @@ class Initiator:
             raise LLMException(f"Mooncake did not accept a transfer: {error}") from error
         finally:
             self._leave(generation)
-            if not moved:
+            if moved:
+                self._close_if_unused(generation)
+            else:
                 self._retire(generation)
         return moved
 
@@ -193,21 +225,37 @@ class Initiator:
         if generation is not None:
             self._retire(generation)
 
-    def _enter(self) -> _Generation:
+    def _enter(self, peer: Peer) -> _Generation:
         with self._changed:
             if self._closed:
                 raise ClosedError("the mooncake backend is not open")
-            if self._current is None:
-                self._current = _Generation(self._make_engine())
-                for address, num_bytes in self._memory.items():
-                    self._current.engine.register(address, num_bytes)
-            self._current.num_calls += 1
-            return self._current
+            before = self._current
+            entered = before if before is not None and before.may_reach(peer) else self._next_generation()
+            self._current = entered
+            entered.num_calls += 1
+        if before is not None and before is not entered:
+            self._close_if_unused(before)
+        return entered
+
+    def _next_generation(self) -> _Generation:
+        generation = _Generation(self._make_engine())
+        for address, num_bytes in self._memory.items():
+            generation.engine.register(address, num_bytes)
+        return generation
 
     def _leave(self, generation: _Generation) -> None:
         with self._changed:
             generation.num_calls -= 1
             self._changed.notify_all()
+
+    def _close_if_unused(self, generation: _Generation) -> None:
+        """Destroy an engine that has a successor, unless somebody still uses it, who then does this."""
+        with self._changed:
+            unused = self._current is not generation and generation.num_calls == 0 and not generation.ending
+            generation.ending = generation.ending or unused
+        if unused:
+            generation.engine.close()
+            generation.gone.set()
 
     def _retire(self, generation: _Generation) -> None:
         """Destroy the engine once the last call on it has returned, and wait for that."""
@@ -226,17 +274,20 @@ class Initiator:
 
 @contextmanager
 def interrupted_at(deadline: Deadline, peer: Peer) -> Iterator[None]:
-    """From the deadline on, if the block is not left before, calls that wait for the peer fail."""
-    left = threading.Event()
+    """From the deadline on, if the block is not left before, calls that wait for the peer fail; none after it."""
+    left, turn = threading.Event(), threading.Lock()
 
     def watch() -> None:
         pause = deadline.timeout()
         while not left.wait(pause):
-            peer.interrupt()
+            with turn:
+                if not left.is_set():
+                    peer.interrupt()
             pause = _AGAIN_S
 
     threading.Thread(target=watch, name="datadist-mooncake-watch", daemon=True).start()
     try:
         yield
     finally:
-        left.set()
+        with turn:
+            left.set()

@@ -34,7 +34,8 @@ PIECE_RANGES = 1000
 _GRACE_S = 0.25
 """What a piece that nobody wants any more is given to end by itself; a healthy peer needs far less."""
 _END_TIMEOUT_S = 150.0
-_PROBE_S = 1.0
+_PROBE_S = 3.0
+"""Generous: a busy peer must not be taken for a dead one. Where a process has ended, the answer comes at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +87,7 @@ class Link:
     def answers(self, deadline: Deadline) -> bool:
         """Whether the peer's engine answers before the deadline."""
         with self._counted():
-            return self.initiator.probe(self.peer, deadline)
+            return self._insist(lambda: self.initiator.probe(self.peer, deadline), deadline)
 
     def read(self, addresses: tuple[int, ...], num_bytes: int, deadline: Deadline) -> bytes | None:
         """A few bytes from each of the peer's addresses; None if they are not to be had before the deadline."""
@@ -97,12 +98,22 @@ class Link:
             try:
                 local = start + np.arange(len(addresses), dtype=np.int64) * num_bytes
                 sizes = np.full(len(addresses), num_bytes, dtype=np.int64)
+                ranges = CopyList(local, np.array(addresses, dtype=np.int64), sizes)
                 with interrupted_at(deadline, self.peer):
-                    ranges = CopyList(local, np.array(addresses, dtype=np.int64), sizes)
-                    moved = self.initiator.move(self.peer, Op.READ, ranges)
+                    moved = self._insist(lambda: self.initiator.move(self.peer, Op.READ, ranges), deadline)
             finally:
                 self.initiator.remove(start)
             return scratch.tobytes() if moved else None
+
+    def _insist(self, call: Callable[[], bool], deadline: Deadline) -> bool:
+        """What `call` returns. It is made again if it was interrupted, but not by its deadline or the link's end."""
+        while True:
+            num_interrupts = self.peer.num_interrupts()
+            if call():
+                return True
+            meant = deadline.expired or self.end_error is not None
+            if meant or self.peer.num_interrupts() == num_interrupts:
+                return False
 
     def submit(self, opened: OpenBatch) -> None:
         with self._changed:
@@ -185,14 +196,20 @@ class Link:
         """Move one piece. Whether the batch has come to its end."""
         if not opened.pieces:
             return True
+        num_interrupts = self.peer.num_interrupts()
         try:
-            moved = self.initiator.move(self.peer, opened.batch.op, opened.pieces.popleft())
+            moved = self.initiator.move(self.peer, opened.batch.op, opened.pieces[0])
         except LLMException as error:
             opened.end_error = opened.end_error or error
             return True
-        if not moved and opened.end_error is None:
+        if moved:
+            opened.pieces.popleft()
+            return not opened.pieces
+        if opened.end_error is None and self.peer.num_interrupts() != num_interrupts:
+            return False  # somebody else was meant: the piece has another turn
+        if opened.end_error is None:
             opened.end_error = self._why_not_moved(opened)
-        return not moved or not opened.pieces
+        return True
 
     def _put_back(self, opened: OpenBatch, ended: bool) -> None:
         """The end of a turn: the batch waits for its next one, or is complete."""
@@ -220,8 +237,9 @@ class Link:
         return error
 
     def _still_answers(self) -> bool:
+        deadline = Deadline.after(_PROBE_S)
         try:
-            return self.initiator.probe(self.peer, Deadline.after(_PROBE_S))
+            return self._insist(lambda: self.initiator.probe(self.peer, deadline), deadline)
         except LLMException:
             return False
 

@@ -54,16 +54,19 @@ def shut_listener(port: int) -> None:
     _shut(lambda found: found.listens and found.local_port == port)
 
 
-def shut_connections(host: str, ports: frozenset[int]) -> None:
-    """End this process's connections to `ports` of `host`, also those that are still being made."""
-    _shut(lambda found: not found.listens and found.remote_host == host and found.remote_port in ports)
+def shut_connections(host: str, ports: frozenset[int]) -> int:
+    """End this process's connections to `ports` of `host`, also those that are still being made. Returns how many."""
+    return _shut(lambda found: not found.listens and found.remote_host == host and found.remote_port in ports)
 
 
-def _shut(chosen: Callable[[TcpSocket], bool]) -> None:
+def _shut(chosen: Callable[[TcpSocket], bool]) -> int:
+    num_shut = 0
     for found in own_sockets():
         if chosen(found):
+            num_shut += 1
             with suppress(OSError):
                 _shut_down(os.dup(found.fd), found.local_port)
+    return num_shut
 
 
 def _shut_down(fd: int, local_port: int) -> None:

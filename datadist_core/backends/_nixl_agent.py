@@ -8,11 +8,15 @@ What NIXL 1.5 with UCX was found to guarantee, which decides how this backend is
   the bytes may still arrive afterwards (seen over UCX's TCP, with a peer that was stopped and went on later).
 - A request whose status is an error may have parts that are still in progress.
 - Destroying the agent destroys UCX's worker with its connections. After that nothing of it touches memory.
-- Over TCP, UCX reads by asking the other side to send. If the reader goes away with such questions open, the process
-  that it read from may abort ("ucp_request.inl: Fatal: unexpected error") when it comes to them: nearly always if it
-  was stopped meanwhile, now and then if the reader is killed. Nothing here can prevent the latter; for the former, what
-  is posted is left to end by itself as long as that is bearable. Writing does not do it, nor does reading within
-  one host (CMA), where nobody is asked. RDMA was not tried.
+- Over TCP, UCX reads by asking the other side to send ("software emulation" in its own words). If the reader goes away
+  with such questions open, the process that it read from may abort: the first answer fails, UCX puts a stub in the
+  place of the connection, queues the next answer there, and takes the stub's refusal for impossible
+  ("ucp_request.inl:356 Fatal: unexpected error: Endpoint timeout"; seldom "stubs.c:107 Assertion `0' failed"). Always
+  if the owner was stopped meanwhile (3 of 3), now and then if the reader is killed (2 of 13 runs of 10 to 25 kills on
+  a busy machine). No setting prevents it. As often with: error handling mode "none", UCX_HANDLE_ERRORS=none, one lane
+  on one device, other sizes of segments and buffers, blocks of 4 KiB, 64 KiB and 1 MiB; with UCX_PROTO_ENABLE=n
+  NIXL cannot read at all. So what is posted is left to end by itself as long as that is bearable. Writing does not
+  do it, nor does reading within one host (CMA), where nobody is asked. RDMA was not tried.
 
 So an agent is also the unit that can be fenced: `Agent.close` destroys it, and says whether it could. That takes that
 nothing in Python still refers to it, which is why requests and prepared lists belong to their agent here, and why
@@ -24,12 +28,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import logging
 import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -45,7 +51,7 @@ Rows = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int32]
 
 _INSTALL = 'pip install "vllm-datadist[nixl]"'
-_BUILDS = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
+_BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")  # which `nixl` tries in this order if there is no CUDA
 _MEMORY = "DRAM"
 _PROGRESS_DELAY_US = 100_000
 #: What `sys.getrefcount` says of an attribute's value that nobody else refers to.
@@ -59,24 +65,33 @@ _import_lock = threading.Lock()
 class Prepared:
     """A list of blocks that NIXL has looked up and translated, to be used by index."""
 
-    __slots__ = ("__weakref__", "_handle")
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-
-class Request:
-    """A transfer that was posted. `state` asks for its end."""
-
     __slots__ = ("__weakref__", "_agent", "_handle")
 
     def __init__(self, agent: Agent, handle: Any) -> None:
         self._agent = agent
         self._handle = handle
 
+    def __del__(self) -> None:
+        # NIXL's handle calls the agent when it goes, which only one thread may do at a time.
+        self._agent._dropped.append(self._handle)
+
+
+class Request:
+    """A transfer that was posted. `done`: it was moved, all of it, and nothing of it is left."""
+
+    __slots__ = ("_agent", "_failure", "_handle", "done")
+
+    def __init__(self, agent: Agent, handle: Any) -> None:
+        self.done = False
+        self._agent = agent
+        self._handle = handle
+        self._failure: LLMException | None = None
+
     def is_done(self) -> bool:
-        """Raises what ended it early: then parts of it may still be in progress."""
-        return self._agent._quick_call(self._agent._check, self)
+        """Ask NIXL. Raises what ended it early: then parts of it may still be in progress."""
+        if self._failure is not None:
+            raise self._failure
+        return self.done or self._agent._quick_call(self._agent._check, self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +126,9 @@ class Agent:
         self.name = name
         self._plugin = options.plugin
         self._lock = threading.Lock()
-        self._owned: weakref.WeakSet[Prepared | Request] = weakref.WeakSet()
+        self._lists: weakref.WeakSet[Prepared] = weakref.WeakSet()
+        self._requests: set[Request] = set()
+        self._dropped: deque[Any] = deque()
         self._inner: Any = None
         self._bindings, self._agent = _create(name, options)
 
@@ -122,8 +139,12 @@ class Agent:
         """
         with self._lock:
             agent, self._agent = self._agent, None
-            for owned in list(self._owned):
-                owned._handle = None
+            for prepared in list(self._lists):
+                prepared._handle = None
+            for request in self._requests:
+                request._handle = None
+            self._requests.clear()
+            self._dropped.clear()
             if agent is not None:
                 # NIXL's Python wrapper and the handles refer to one C++ object, which has to go with the last of them.
                 self._inner, agent.agent = agent.agent, None
@@ -190,42 +211,51 @@ class Agent:
     def prepare(self, peer_name: str, rows: Rows) -> Prepared:
         """Rows of (address, block bytes, 0, stride, blocks); `peer_name` is "" for local memory."""
         with self._call() as agent:
-            prepared = Prepared(agent.prep_xfer_dlist(peer_name, rows, _MEMORY, [self._plugin]))
-            self._owned.add(prepared)
+            prepared = Prepared(self, agent.prep_xfer_dlist(peer_name, rows, _MEMORY, [self._plugin]))
+            self._lists.add(prepared)
             return prepared
 
-    def make(self, op: Op, piece: Piece) -> Request:
-        """A request, checked by NIXL, that has not touched anything yet."""
-        return self._quick_call(self._make, op, piece)
+    def start(self, op: Op, piece: Piece) -> Request:
+        """Move a piece, or begin to. Raises if NIXL refuses it, and then nothing was touched.
 
-    def post(self, request: Request) -> bool:
-        """Start it; whether it is done already. Raises like `Request.is_done`."""
-        return self._quick_call(self._post, request)
+        What goes wrong later, posting it included, is raised by `Request.is_done`.
+        """
+        return self._quick_call(self._start, op, piece)
 
-    def _make(self, agent: Any, op: Op, piece: Piece) -> Request:
-        request = Request(self, self._make_handle(agent, op, piece))
-        self._owned.add(request)
+    def _start(self, agent: Any, op: Op, piece: Piece) -> Request:
+        handle = self._make_handle(agent, "READ" if op is Op.READ else "WRITE", piece)
+        request = Request(self, handle)
+        self._requests.add(request)
+        try:
+            self._note(request, agent.transfer(handle))
+        except LLMException as error:
+            request._failure = error.with_traceback(None)
+        except Exception as error:
+            request._failure = _translated(error)
+            request._failure.__cause__ = error.with_traceback(None)
         return request
 
-    def _make_handle(self, agent: Any, op: Op, piece: Piece) -> Any:
+    def _make_handle(self, agent: Any, op: str, piece: Piece) -> Any:
         if isinstance(piece, IndexedPiece):
             local, remote = piece.local._handle, piece.remote._handle
             return agent.make_prepped_xfer(
-                op.name, local, piece.local_indices, remote, piece.remote_indices, b"", [self._plugin]
+                op, local, piece.local_indices, remote, piece.remote_indices, b"", [self._plugin]
             )
         here, there = (agent.get_xfer_descs(rows, _MEMORY) for rows in (piece.local, piece.remote))
-        return agent.initialize_xfer(op.name, here, there, piece.peer_name, b"", [self._plugin])
-
-    def _post(self, agent: Any, request: Request) -> bool:
-        return self._is_success(agent.transfer(request._handle))
+        return agent.initialize_xfer(op, here, there, piece.peer_name, b"", [self._plugin])
 
     def _check(self, agent: Any, request: Request) -> bool:
-        return self._is_success(agent.check_xfer_state(request._handle))
+        self._note(request, agent.check_xfer_state(request._handle))
+        return request.done
 
-    def _is_success(self, state: str) -> bool:
+    def _note(self, request: Request, state: str) -> None:
+        """Keep what NIXL says of a request. The handle of one that is done goes now, while no other call is let in."""
         if state == "ERR":
             raise RemoteError("NIXL reports that the transfer failed, without a reason")
-        return state == "DONE"
+        if state == "DONE":
+            request.done = True
+            request._handle = None
+            self._requests.discard(request)
 
     def _no_memory(self) -> Any:
         return self._bindings.nixlRegDList(self._bindings.DRAM_SEG)
@@ -250,6 +280,7 @@ class Agent:
             agent = self._agent
             if agent is None:
                 raise ClosedError("the NIXL agent was closed")
+            self._dropped.clear()
             try:
                 yield agent
             except LLMException:
@@ -295,10 +326,8 @@ def _quiet_core(bindings: Any, name: str) -> Any:
 
 def _import_nixl() -> str:
     """Import nixl; the package that it is in."""
-    built = [name for name in _BUILDS if importlib.util.find_spec(name) is not None]
-    # `nixl` chooses between builds by the CUDA version of torch, which it may import for that: seconds.
-    package = built[0] if len(built) == 1 else "nixl"
     with _import_lock:
+        package = _choose_package()
         try:
             importlib.import_module(f"{package}._api")
         except ImportError as error:
@@ -307,6 +336,27 @@ def _import_nixl() -> str:
             # It announces every agent on standard output, which belongs to the program that uses us.
             logging.getLogger("nixl").setLevel(logging.WARNING)
     return package
+
+
+def _choose_package() -> str:
+    """Of several builds, the one that is in use already: two cannot be in one process.
+
+    `nixl` itself chooses by the CUDA version of torch, and imports torch for that unless it finds one: seconds. That is
+    spared where the choice is clear.
+    """
+    built = [name for name in _BUILDS if importlib.util.find_spec(name) is not None]
+    in_use = [name for name in built if f"{name}._bindings" in sys.modules]
+    if in_use:
+        return in_use[0]
+    return built[0] if len(built) == 1 or (built and _torch_has_no_cuda()) else "nixl"
+
+
+def _torch_has_no_cuda() -> bool:
+    """Without importing torch: it is not installed, or its version says that it is a build for processors only."""
+    try:
+        return importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return True
 
 
 def _translated(error: Exception) -> LLMException:

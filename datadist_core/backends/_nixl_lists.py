@@ -28,7 +28,7 @@ _MAX_INDEX = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Layout:
+class Layout:
     """The rows of one kind of batch, prepared, with the index of each row's first block."""
 
     pairs: tuple[GridPair, ...]
@@ -45,11 +45,11 @@ class PreparedLists:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lists: OrderedDict[tuple[str, bytes], Prepared] = OrderedDict()
-        self._layouts: OrderedDict[tuple[str, int], _Layout] = OrderedDict()
+        self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()
 
     def layout(
         self, batch: Batch, peer_name: str, local_base: Mapping[int, int], remote_base: Mapping[int, int]
-    ) -> _Layout:
+    ) -> Layout:
         """Found at once for a batch with the very pairs of an earlier one, as those of one cache usually are."""
         key = (peer_name, id(batch.pairs))
         layout = self._layouts.get(key)
@@ -69,7 +69,7 @@ class PreparedLists:
 
     def _lay_out(
         self, batch: Batch, peer_name: str, local_base: Mapping[int, int], remote_base: Mapping[int, int]
-    ) -> _Layout:
+    ) -> Layout:
         local_rows, remote_rows = [], []
         for pair in batch.pairs:
             here, there = pair.local, pair.remote
@@ -80,7 +80,7 @@ class PreparedLists:
                 remote_rows.append((of + part.remote_offset, part.num_bytes, 0, there.stride_bytes, there.num_items))
         local, local_starts = self._get("", local_rows)
         remote, remote_starts = self._get(peer_name, remote_rows)
-        return _Layout(batch.pairs, batch.slices, local, local_starts, remote, remote_starts)
+        return Layout(batch.pairs, batch.slices, local, local_starts, remote, remote_starts)
 
     def _get(self, peer_name: str, rows: Sequence[tuple[int, ...]]) -> tuple[Prepared, Items]:
         """The rows prepared, and the index of each row's first block."""
@@ -101,23 +101,41 @@ def _bound(kept: OrderedDict[Any, Any]) -> None:
         kept.popitem(last=False)
 
 
-def pieces_of(
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What is the same in all batches over the same pairs and slices. Without a layout, good for ranges only.
+
+    Attributes:
+        local_base, remote_base: region id -> address.
+    """
+
+    pairs: tuple[GridPair, ...]
+    slices: tuple[Slice, ...]
+    peer_name: str
+    local_base: Mapping[int, int]
+    remote_base: Mapping[int, int]
+    layout: Layout | None
+
+    def pieces(self, batch: Batch) -> Sequence[Piece]:
+        """Pieces of about `PIECE_BYTES` that together are the whole of a checked batch over these pairs and slices."""
+        if not len(batch.local_items) or not batch.pairs:
+            return ()
+        if self.layout is not None and not _mostly_runs(batch):
+            return _indexed_pieces(batch, self.layout)
+        return tuple(range_pieces(expand(batch, dict(self.local_base), dict(self.remote_base)), self.peer_name))
+
+
+def make_plan(
     batch: Batch,
     lists: PreparedLists,
     peer_name: str,
     local_base: Mapping[int, int],
     remote_base: Mapping[int, int],
-) -> Sequence[Piece]:
-    """Pieces of about `PIECE_BYTES` that together are the whole of a checked batch.
-
-    Args:
-        local_base, remote_base: region id -> address.
-    """
-    if not len(batch.local_items) or not batch.pairs:
-        return ()
-    if _fits_indices(batch) and not _mostly_runs(batch):
-        return tuple(_indexed_pieces(batch, lists.layout(batch, peer_name, local_base, remote_base)))
-    return tuple(range_pieces(expand(batch, dict(local_base), dict(remote_base)), peer_name))
+) -> Plan:
+    """The plan of a checked batch. Lists are prepared if the batch itself needs them."""
+    wants_indices = len(batch.local_items) and batch.pairs and _fits_indices(batch) and not _mostly_runs(batch)
+    layout = lists.layout(batch, peer_name, local_base, remote_base) if wants_indices else None
+    return Plan(batch.pairs, batch.slices, peer_name, local_base, remote_base, layout)
 
 
 def range_pieces(ranges: CopyList, peer_name: str) -> Iterator[RangePiece]:
@@ -146,16 +164,16 @@ def _mostly_runs(batch: Batch) -> bool:
     return 2 * len(merge_runs(batch.local_items, batch.remote_items)[0]) <= num_items
 
 
-def _indexed_pieces(batch: Batch, layout: _Layout) -> Iterator[IndexedPiece]:
+def _indexed_pieces(batch: Batch, layout: Layout) -> Sequence[IndexedPiece]:
     local = _indices(layout.local_starts, batch.local_items)
     remote = _indices(layout.remote_starts, batch.remote_items)
     if batch.num_bytes <= PIECE_BYTES:
-        yield IndexedPiece(layout.local, local, layout.remote, remote)
-        return
+        return (IndexedPiece(layout.local, local, layout.remote, remote),)
     sizes = np.array([part.num_bytes for part in batch.slices], dtype=np.int64)
     sizes = np.repeat(np.tile(sizes, len(batch.pairs)), len(batch.local_items))
-    for start, end in _cuts(sizes):
-        yield IndexedPiece(layout.local, local[start:end], layout.remote, remote[start:end])
+    return tuple(
+        IndexedPiece(layout.local, local[start:end], layout.remote, remote[start:end]) for start, end in _cuts(sizes)
+    )
 
 
 def _indices(starts: Items, items: Items) -> Indices:

@@ -23,7 +23,7 @@ from ..memory.region import Region
 from ..transfer.plan import Batch, CopyList
 from ._nixl_agent import Agent, Piece
 from ._nixl_link import Descriptor, Identity, Link
-from ._nixl_lists import PreparedLists, pieces_of, range_pieces
+from ._nixl_lists import Plan, PreparedLists, make_plan, range_pieces
 from ._nixl_options import NixlOptions
 from ._nixl_transfer import Transfer
 
@@ -66,13 +66,13 @@ class Mover:
             self._load(peer.name, peer.connection)
             self.agent.notify(peer.name, note)
 
-    def plan(self, batch: Batch, link: Link, remote: Mapping[int, Descriptor]) -> Sequence[Piece]:
-        """The pieces of a batch. Raises ParamInvalid unless its local grids lie in registered memory."""
+    def plan(self, batch: Batch, link: Link, remote: Mapping[int, Descriptor]) -> Plan:
+        """The plan of a batch. Raises ParamInvalid unless its local grids lie in registered memory."""
         with self._lock:
             local_base = self._local_bases(batch)
             self._learn(link.identity, remote.values())
             remote_base = {region_id: region.address for region_id, region in remote.items()}
-            return pieces_of(batch, self._lists, link.identity.name, local_base, remote_base)
+            return make_plan(batch, self._lists, link.identity.name, local_base, remote_base)
 
     def plan_probe(self, peer: Identity, region: Descriptor) -> Sequence[Piece]:
         """Read the last bytes of a region into a place that nobody looks at."""

@@ -24,6 +24,7 @@ from ._nixl_agent import Agent
 from ._nixl_link import Descriptor, Identity, Link, Notes, encode_descriptor, encode_identity, make_note
 from ._nixl_mover import Mover, agent_name
 from ._nixl_options import parse_options
+from ._nixl_routes import Route, Routes
 from ._nixl_transfer import Transfer
 
 #: What has nothing to do with the reason for retiring an agent gets this long to finish on it.
@@ -43,10 +44,12 @@ class Runtime:
     def __init__(self, context: BackendContext) -> None:
         self._context = context
         self._options = parse_options(context.options)
-        lock = threading.RLock()
+        self._lock = threading.RLock()
         # One lock, two things to wait for. With one condition every batch would wake the watcher when it ends.
-        self._changed = threading.Condition(lock)
-        self._work = threading.Condition(lock)
+        self._changed = threading.Condition(self._lock)
+        self._work = threading.Condition(self._lock)
+        self._num_awaiting = 0
+        self._routes = Routes()
         self._closing: ClosedError | None = None
         self._links: dict[int, Link] = {}
         self._registered: dict[int, Any] = {}
@@ -77,6 +80,7 @@ class Runtime:
             for link in self._links.values():
                 link.lost = link.lost or error
             self._links.clear()
+            self._routes.clear()
             self._end(error)
         if threading.current_thread() is not self._watcher:
             self._watcher.join(_END_TIMEOUT_S)
@@ -115,6 +119,7 @@ class Runtime:
             movers = self._movers()
         for mover in movers:
             mover.drop_region(region_id)
+        self._forget_routes()
         self._sweep(movers)
         if registered is not None and not self.closed:
             self._serving.deregister(registered)
@@ -125,6 +130,7 @@ class Runtime:
             return
         self._probe(link, described, deadline)
         link.regions.put(region_id, described)
+        self._forget_routes()
 
     def detach(self, peer_id: int, region_id: int) -> None:
         with self._changed:
@@ -143,18 +149,7 @@ class Runtime:
         return link
 
     def submit(self, batch_id: int, batch: Batch, done: DoneCallback) -> None:
-        link = self.link(batch.peer_id)
-        remote = link.regions.of(batch)
-        regions = frozenset(pair.local.region_id for pair in batch.pairs)
-        transfer = Transfer(batch_id, batch.peer_id, link.identity.name, regions, done)
-        mover = self._begin(transfer)
-        try:
-            pieces = mover.plan(batch, link, remote)
-            link.check_up()
-        except BaseException:
-            self._remove(transfer)
-            raise
-        transfer.start(batch.op, pieces)
+        transfer = self._begin_known(batch_id, batch, done) or self._begin_new(batch_id, batch, done)
         self._settle(transfer, INLINE_S if batch.num_bytes <= _INLINE_BYTES else 0.0)
 
     def cancel(self, batch_id: int) -> None:
@@ -194,6 +189,7 @@ class Runtime:
             link.lost = link.lost or error
             if self._links.get(link.peer_id) is link:
                 del self._links[link.peer_id]
+            self._routes.clear()
             self._end(error, link.peer_id)
             movers = self._movers()
         if threading.current_thread() is not self._watcher:
@@ -203,6 +199,7 @@ class Runtime:
     def _forget(self, link: Link, movers: list[Mover]) -> None:
         for mover in movers:
             mover.drop_peer(link.identity.name)
+        self._forget_routes()
         self._sweep(movers)
 
     def _probe(self, link: Link, described: Descriptor, deadline: Deadline) -> None:
@@ -246,6 +243,45 @@ class Runtime:
         """All that are not destroyed. The lock is held."""
         return [*self._retired, *([] if self._mover is None else [self._mover])]
 
+    def _begin_known(self, batch_id: int, batch: Batch, done: DoneCallback) -> Transfer | None:
+        """Ready to start, if it is like an earlier one."""
+        with self._lock:
+            route = self._routes.find(batch)
+            if route is None:
+                return None
+            transfer = Transfer(batch_id, batch.peer_id, route.peer_name, route.region_ids, done)
+            transfer.mover = route.mover
+            route.mover.running[batch_id] = transfer
+        try:
+            transfer.start(batch.op, route.plan.pieces(batch))
+        except BaseException:
+            self._remove(transfer)
+            raise
+        return transfer
+
+    def _begin_new(self, batch_id: int, batch: Batch, done: DoneCallback) -> Transfer:
+        """Ready to start, after everything was checked and prepared."""
+        version = self._routes.version
+        link = self.link(batch.peer_id)
+        remote = link.regions.of(batch)
+        regions = frozenset(pair.local.region_id for pair in batch.pairs)
+        transfer = Transfer(batch_id, batch.peer_id, link.identity.name, regions, done)
+        mover = self._begin(transfer)
+        try:
+            plan = mover.plan(batch, link, remote)
+            link.check_up()
+            transfer.start(batch.op, plan.pieces(batch))
+        except BaseException:
+            self._remove(transfer)
+            raise
+        with self._lock:
+            self._routes.put(Route(batch.peer_id, link.identity.name, regions, mover, plan), version)
+        return transfer
+
+    def _forget_routes(self) -> None:
+        with self._lock:
+            self._routes.clear()
+
     def _begin(self, transfer: Transfer) -> Mover:
         with self._changed:
             mover = self._current_mover()
@@ -282,12 +318,14 @@ class Runtime:
         mover = transfer.mover
         if mover is None:
             return
-        with self._changed:
+        with self._lock:
             mover.running.pop(transfer.batch_id, None)
-            if transfer in self._watched:
+            if self._watched and transfer in self._watched:
                 self._watched.remove(transfer)
-            self._changed.notify_all()
-        self._sweep([mover])
+            if self._num_awaiting:
+                self._changed.notify_all()
+        if mover.has_leaving:
+            self._sweep([mover])
 
     def _sweep(self, movers: list[Mover]) -> None:
         for mover in movers:
@@ -307,7 +345,11 @@ class Runtime:
             return not any(concerns(t) and t.finishing_in != here for t in running)
 
         with self._changed:
-            self._changed.wait_for(ended, _END_TIMEOUT_S)
+            self._num_awaiting += 1
+            try:
+                self._changed.wait_for(ended, _END_TIMEOUT_S)
+            finally:
+                self._num_awaiting -= 1
 
     def _report_lost(self, peer_id: int, error: LLMException) -> None:
         with self._changed:
@@ -315,6 +357,7 @@ class Runtime:
             if link is None or link.lost is not None or not link.up:
                 return
             link.lost = error
+            self._routes.clear()
         self._context.report_peer_lost(peer_id, error)
 
     def _check_open(self) -> None:
@@ -358,6 +401,7 @@ class Runtime:
             self._mover = None
             mover.retired_at_s = time.monotonic()
             self._retired.append(mover)
+            self._routes.clear()
 
     def _destroy_if_drained(self, mover: Mover) -> None:
         now_s = time.monotonic()

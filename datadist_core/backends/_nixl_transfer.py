@@ -36,6 +36,11 @@ class Transfer:
     unsure: parts of it may be in progress though NIXL gives no state of them any more.
     """
 
+    __slots__ = (
+        "_cut_short", "_done", "_end_at_s", "_end_error", "_left", "_op", "_requests",
+        "batch_id", "failure", "finishing_in", "mover", "peer_id", "peer_name", "region_ids", "unsure",
+    )  # fmt: skip
+
     def __init__(self, batch_id: int, peer_id: int, peer_name: str, region_ids: frozenset[int], done: DoneCallback):
         self.batch_id = batch_id
         self.peer_id = peer_id
@@ -66,10 +71,12 @@ class Transfer:
 
     def advance(self) -> bool:
         """Post what there is room for. Whether nothing is left and nothing is in progress any more, for certain."""
+        agent = self._mover.agent
         while True:
-            if self._mover.agent.destroyed:
+            if agent.destroyed:
                 self.fenced()
-            self._reap()
+            if self._requests:
+                self._reap()
             if self.unsure:
                 return False
             if self._end_error is not None or self.failure is not None:
@@ -113,16 +120,12 @@ class Transfer:
 
     def _post(self, piece: Piece) -> None:
         try:
-            request = self._mover.agent.make(self._op, piece)
+            request = self._mover.agent.start(self._op, piece)
         except LLMException as error:
-            self.failure = error  # that piece has touched nothing yet
+            self.failure = error  # that piece has touched nothing
             return
-        self._requests.append(request)
-        try:
-            if self._mover.agent.post(request):
-                self._requests.pop()
-        except LLMException as error:
-            self._fail_unsure(error)
+        if not request.done:
+            self._requests.append(request)
 
     def _cut(self) -> None:
         if self._left:

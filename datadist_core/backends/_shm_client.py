@@ -73,6 +73,10 @@ class RegionClient:
             self._send(Fetch(region_id))
             return self._granted(region_id, deadline)
 
+    def fileno(self) -> int:
+        """The connection's descriptor, which hangs up when the peer has gone; negative once it is closed here."""
+        return self._socket.fileno()
+
     def is_up(self) -> bool:
         """Whether the peer's end still exists. One system call."""
         fd = self._socket.fileno()

@@ -5,7 +5,7 @@ A connection must say HELLO soon, and its token must be one that a `connect` of 
 in either order, so a connection with an unknown token is kept for a while. Until a connection is matched it can
 make us hold one small frame, and there is a limit to how many there are.
 
-Everything here runs in the io thread.
+Everything here is done by the loop's owner.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import LLMException, ProtocolError
 from ._tcp_connection import Connection, Sink
 from ._tcp_frames import Header, Hello, Kind, decode_hello, encode_frame
 from ._tcp_loop import READABLE, IoLoop
-from ._tcp_options import TcpOptions, tune
+from ._tcp_options import TcpOptions, suit_path, tune
 
 HELLO_TIMEOUT_S = 5.0
 UNKNOWN_TOKEN_TIMEOUT_S = 30.0
@@ -181,6 +181,7 @@ class Acceptor:
         try:
             sock.setblocking(False)
             tune(sock, self._options)
+            suit_path(sock, self._options)
         except OSError:
             sock.close()
             return

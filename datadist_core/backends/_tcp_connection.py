@@ -6,19 +6,25 @@ does not wait for a large one, and a CANCEL waits for at most one data frame. In
 collected, and data goes straight to where the owner says. The connection reads whatever it has to write: two ends
 that send to each other never wait for one another.
 
-Everything here runs in the io thread.
+A thread that waits for an answer may borrow the receiving side: the loop does not look for incoming data then, the
+thread sleeps on the socket itself, and no switch to it is needed when the answer comes.
+
+Everything here is done by the loop's owner, but for `wait_readable`.
 """
 
 from __future__ import annotations
 
+import select
 import socket
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from ..errors import LLMException, PeerLost, ProtocolError
 from ._tcp_frames import HEADER_BYTES, Header, Kind, decode_header, encode_header
 from ._tcp_loop import READABLE, WRITABLE, IoLoop
 
+_ALL, _MORE_FOLLOWS = int(socket.MSG_NOSIGNAL), int(socket.MSG_NOSIGNAL | socket.MSG_MORE)
 CHUNK_BYTES = 2 << 20
 TURN_BYTES = 4 << 20
 """What one connection may move before others get their turn."""
@@ -65,7 +71,7 @@ class Owner(Protocol):
 class Connection:
     """A connected, non-blocking socket that the loop watches until `close` or until it breaks.
 
-    Whoever makes one, or takes one over, sets `owner` before the io thread's next turn.
+    Whoever makes one, or takes one over, sets `owner` before the loop's next turn.
     """
 
     owner: Owner
@@ -74,12 +80,17 @@ class Connection:
         self._loop, self._sock = loop, sock
         self._closed = False
         self._events = READABLE
+        self._blocked = False
+        self._borrowed = False
+        self._incoming = select.poll()
+        self._incoming.register(sock.fileno(), select.POLLIN)
         self._small: deque[bytes] = deque()
         self._sources: deque[Source] = deque()
         self._head = memoryview(b"")
         self._source: Source | None = None
         self._chunk_left = 0
         self._pumping = False
+        self._paused = False
         self._expect_header()
         loop.watch(sock.fileno(), self._events, self._on_events)
 
@@ -114,12 +125,45 @@ class Connection:
         self._loop.unwatch(self._sock.fileno())
         self._sock.close()
 
+    def borrow(self) -> bool:
+        """Leave it to the calling thread to look for incoming data. Whether it may."""
+        if self._closed or self._borrowed:
+            return False
+        self._borrowed = True
+        self._watch()
+        return True
+
+    def wait_readable(self, timeout_s: float) -> None:
+        """For the borrower, who need not be the owner: sleep until something has come, at most `timeout_s`."""
+        self._incoming.poll(1000 * timeout_s)
+
+    def read_borrowed(self, enough: Callable[[], bool]) -> bool:
+        """For the borrower: take in what has come until `enough`, then give back. Whether it was given back."""
+        self._guarded(lambda: self._read(enough))
+        if enough() or self._closed:
+            self.give_back()
+            return True
+        return False
+
+    def give_back(self) -> None:
+        self._borrowed = False
+        if not self._closed:
+            self._watch()
+
+    def pause(self) -> None:
+        """End the turn of reading that is under way: there is something to do for what has come."""
+        self._paused = True
+
     def _on_events(self, events: int) -> None:
+        # Whoever borrowed it reads; but a broken connection would wake the loop again and again.
+        if events & ~(READABLE | WRITABLE) or (events & READABLE and not self._borrowed):
+            self._guarded(self._read)
+        if events & WRITABLE and not self._closed:
+            self._guarded(self._pump)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
         try:
-            if events & ~WRITABLE:
-                self._read()
-            if events & WRITABLE:
-                self._pump()
+            act()
         except Exception as error:
             self._break(error)
 
@@ -130,23 +174,20 @@ class Connection:
         self.owner.on_broken(self, translated(error))
 
     def _pump_guarded(self) -> None:
-        if self._closed or self._pumping:
-            return
-        try:
-            self._pump()
-        except Exception as error:
-            self._break(error)
+        # Once blocked it is the loop that goes on, so that a small request does not get to send a large one's data.
+        if not (self._closed or self._pumping or self._blocked):
+            self._guarded(self._pump)
 
     # Outgoing
 
     def _pump(self) -> None:
         self._pumping = True
         try:
-            blocked = self._write()
+            self._blocked = self._write()
         finally:
             self._pumping = False
         if not self._closed:
-            self._watch_for(READABLE | (WRITABLE if blocked else 0))
+            self._watch()
 
     def _write(self) -> bool:
         """Send for one turn. Returns whether something is left to send."""
@@ -174,9 +215,8 @@ class Connection:
 
     def _send_head(self) -> tuple[int, int]:
         wanted = len(self._head)
-        flags = socket.MSG_NOSIGNAL | (socket.MSG_MORE if self._chunk_left else 0)
         try:
-            sent = self._sock.send(self._head, flags)
+            sent = self._sock.send(self._head, _MORE_FOLLOWS if self._chunk_left else _ALL)
         except BlockingIOError:
             sent = 0
         self._head = self._head[sent:]
@@ -200,7 +240,8 @@ class Connection:
         else:
             source.on_sent()
 
-    def _watch_for(self, events: int) -> None:
+    def _watch(self) -> None:
+        events = (0 if self._borrowed else READABLE) | (WRITABLE if self._blocked else 0)
         if events != self._events:
             self._events = events
             self._loop.rewatch(self._sock.fileno(), events)
@@ -216,9 +257,10 @@ class Connection:
         self._buffer, self._filled = buffer, 0
         self._left = len(buffer)
 
-    def _read(self) -> None:
+    def _read(self, enough: Callable[[], bool] = lambda: False) -> None:
         budget = TURN_BYTES
-        while budget > 0 and not self._closed:
+        self._paused = False
+        while budget > 0 and not self._closed and not self._paused and not enough():
             wanted = min(self._left, budget)
             got = self._receive(wanted)
             self._left -= got

@@ -12,7 +12,7 @@ from ..errors import ClosedError, LLMException, ProtocolError, TimedOut, Unreach
 from ..types import Deadline
 from ._tcp_address import Endpoint, Identity
 from ._tcp_frames import HEADER_BYTES, Hello, Kind, decode_header, encode_hello
-from ._tcp_options import TcpOptions, tune
+from ._tcp_options import TcpOptions, suit_path, tune
 
 _MAX_SHARE_S = 2.0
 """For reaching one of several hosts: packets may vanish there, or something else may listen and never answer."""
@@ -91,6 +91,7 @@ class Dialler:
                 tune(sock, self._options)
                 _set_timeout(sock, deadline)
                 sock.connect(address)
+                suit_path(sock, self._options)
             except OSError as error:
                 last = error
                 self._drop(sock, socks)

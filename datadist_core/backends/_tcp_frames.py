@@ -17,12 +17,14 @@ memory is not available yet does not hold up what comes behind it.
 A connection begins with HELLO from the end that dialled. HEARD says that it has reached whom it meant, WELCOME that
 the link is up at the other end; only then other frames may follow.
 
-Ids, items and slices travel as raw little-endian integers: they become NumPy arrays without a Python object each.
+Ids, items and slices travel as raw little-endian integers: items, of which there may be a million, become NumPy
+arrays without a Python object each.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeVar
@@ -84,6 +86,9 @@ _MAX_BODY_BYTES = {
     Kind.CANCEL: 0,
     Kind.HEARD: 0,
 }
+
+
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +156,9 @@ def decode_header(data: bytes | bytearray) -> Header:
         raise ProtocolError(f"expected a frame of the tcp backend, got bytes {bytes(data[:4])!r}")
     if version != VERSION:
         raise ProtocolError(f"the peer's tcp backend speaks protocol version {version}, this one {VERSION}")
-    if number not in _MAX_BODY_BYTES:
+    kind = _KINDS.get(number)
+    if kind is None:
         raise ProtocolError(f"unknown frame kind {number}")
-    kind = Kind(number)
     if body_bytes > _MAX_BODY_BYTES[kind]:
         raise ProtocolError(f"a {kind.name} frame of {body_bytes} bytes exceeds the limit {_MAX_BODY_BYTES[kind]}")
     return Header(kind, body_bytes, request_id)
@@ -193,19 +198,18 @@ def encode_request(batch: Batch) -> bytes:
     """The body of READ or WRITE for a checked batch. Raises ParamInvalid if it exceeds what a request can hold."""
     num_items, num_slices = len(batch.remote_items), len(batch.slices)
     _check_limits(len(batch.pairs), num_items, num_slices, ParamInvalid)
-    slices = np.array([(s.remote_offset, s.num_bytes) for s in batch.slices], dtype=_WIDE)
+    slices = [number for s in batch.slices for number in (s.remote_offset, s.num_bytes)]
     wide = int(batch.remote_items.max()) > 0xFFFFFFFF
     items = batch.remote_items.astype(_WIDE if wide else _NARROW)
-    grids = np.array([(pair.remote.grid_id, *pair.remote.division) for pair in batch.pairs], dtype=_WIDE)
-    return msgspec.msgpack.encode(_Request(grids.tobytes(), slices.tobytes(), items.tobytes(), wide))
+    grids = [number for pair in batch.pairs for number in (pair.remote.grid_id, *pair.remote.division)]
+    return msgspec.msgpack.encode(_Request(_packed(grids), _packed(slices), items.tobytes(), wide))
 
 
 def decode_request(header: Header, body: bytes | bytearray) -> Wanted:
     """Raises ProtocolError unless it is well formed and within all limits."""
     request = _decode(body, _Request)
-    grids = _integers(request.grids, _WIDE)
+    grids, slices = _unpacked(request.grids), _unpacked(request.slices)
     items = _integers(request.items, _WIDE if request.wide else _NARROW)
-    slices = _integers(request.slices, _WIDE)
     if len(slices) % 2:
         raise ProtocolError("slices do not come in pairs of offset and size")
     if len(grids) % _GRID_FIELDS:
@@ -214,9 +218,9 @@ def decode_request(header: Header, body: bytes | bytearray) -> Wanted:
     return Wanted(
         header.request_id,
         Op.READ if header.kind is Kind.READ else Op.WRITE,
-        tuple(_grid(*fields) for fields in grids.reshape(-1, _GRID_FIELDS).tolist()),
+        tuple(_grid(*grids[i : i + _GRID_FIELDS]) for i in range(0, len(grids), _GRID_FIELDS)),
         items,
-        tuple(zip(slices[::2].tolist(), slices[1::2].tolist(), strict=True)),
+        tuple(zip(slices[::2], slices[1::2], strict=True)),
     )
 
 
@@ -225,6 +229,13 @@ def _grid(grid_id: int, offset_bytes: int, stride_bytes: int, item_bytes: int, n
 
 
 def _check_limits(num_pairs: int, num_items: int, num_slices: int, blame: type[LLMException]) -> None:
+    if (
+        1 <= num_pairs <= MAX_PAIRS
+        and 1 <= num_slices <= MAX_SLICES
+        and 1 <= num_items <= MAX_ITEMS
+        and num_items * num_slices <= MAX_RANGES_PER_PAIR
+    ):
+        return
     for name, number, limit in (
         ("grids", num_pairs, MAX_PAIRS),
         ("blocks", num_items, MAX_ITEMS),
@@ -233,6 +244,16 @@ def _check_limits(num_pairs: int, num_items: int, num_slices: int, blame: type[L
     ):
         if not 1 <= number <= limit:
             raise blame(f"a tcp transfer of {number} {name} is not possible: 1..{limit}; use several transfers")
+
+
+def _packed(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+def _unpacked(data: bytes) -> tuple[int, ...]:
+    if len(data) % _WIDE.itemsize:
+        raise ProtocolError(f"{len(data)} bytes are no array of {_WIDE.itemsize}-byte integers")
+    return struct.unpack(f"<{len(data) // _WIDE.itemsize}q", data)
 
 
 def _integers(data: bytes, kind: np.dtype[np.signedinteger | np.unsignedinteger]) -> Items:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A link to one peer: one or more connections, each with a requester's and a server's half.
 
-Batches are spread over the connections; one batch stays on one. If one connection breaks, the link is lost: what
-was under way on the others cannot be told apart from what was lost. Everything here runs in the io thread.
+Requests are spread over the connections; a large batch consists of several (`_tcp_parts`). If one connection breaks,
+the link is lost: what was under way on the others cannot be told apart from what was lost. Everything here is done by
+the loop's owner.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from ._tcp_connection import Connection, Sink, translated
 from ._tcp_frames import Header, Kind
 from ._tcp_loop import IoLoop
 from ._tcp_requests import Request, Requester
-from ._tcp_serve import Server, Workers
+from ._tcp_serve import Server
 
 
 class _Stream:
     """One connection of a link: routes its frames to the half that they are for."""
 
-    def __init__(self, link: Link, connection: Connection, loop: IoLoop, workers: Workers, context: BackendContext):
+    def __init__(self, link: Link, connection: Connection, loop: IoLoop, context: BackendContext):
         self._link = link
         self.connection = connection
         self.requester = Requester(connection)
-        self.server = Server(connection, loop, workers, context)
+        self.server = Server(connection, loop, context)
         connection.owner = self
 
     def on_header(self, connection: Connection, header: Header) -> Sink | None:
@@ -65,7 +66,6 @@ class Link:
         peer_id: int,
         connections: Sequence[Connection],
         loop: IoLoop,
-        workers: Workers,
         context: BackendContext,
         on_lost: Callable[[Link, LLMException], None],
     ) -> None:
@@ -73,7 +73,11 @@ class Link:
         self.attached: set[int] = set()
         self.lost: LLMException | None = None
         self._on_lost = on_lost
-        self._streams = [_Stream(self, connection, loop, workers, context) for connection in connections]
+        self._streams = [_Stream(self, connection, loop, context) for connection in connections]
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
 
     def start(self, request: Request) -> None:
         """Begin a batch, or complete it at once if the link was lost meanwhile."""

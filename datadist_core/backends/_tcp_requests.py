@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requester's half of a connection: this end's batches on their way to completion.
 
-A READ's memory is written by our io thread alone. So a READ that is given up is complete at once: from then on its
+A READ's memory is written by our loop's owner alone. So a READ that is given up is complete at once: from then on its
 bytes are read from the socket into nowhere until the peer has stopped sending. A WRITE that is given up is complete
 when the peer has said that it will not write any more; a peer that does not say so in time loses the connection.
 
-Everything here runs in the io thread, except for making a `Request`.
+Everything here is done by the loop's owner, except for making a `Request`.
 """
 
 from __future__ import annotations
 
 import math
 import socket
+import threading
 import time
 from collections import deque
 
@@ -20,9 +21,15 @@ from ..transfer.backend import Completion, DoneCallback
 from ..transfer.plan import Batch, Op
 from ._tcp_connection import Connection, Discard, Sink
 from ._tcp_frames import MAX_OPEN_REQUESTS, Header, Kind, decode_end, encode_frame
+from ._tcp_loop import IoLoop
 from ._tcp_memory import Layout, MemoryStream
 
 CANCEL_GRACE_S = 3.0
+SMALL_BYTES = 1 << 20
+"""Requests up to this size are waited for by the thread that submits them, if the peer usually answers at once."""
+PATIENCE_S = 0.002
+"""How soon "at once" is, and how long the thread waits: whatever takes longer would not gain by it."""
+_NOTE_WEIGHT = 1 / 8
 
 _DISCARD = Discard()
 
@@ -36,6 +43,12 @@ class Request:
         self.batch_id, self.op, self.deadline = batch_id, batch.op, batch.deadline
         self.peer_id = batch.peer_id
         self.body = body
+        self.small = layout.num_bytes <= SMALL_BYTES
+        self.submitter = 0
+        """The thread that may wait for it, while that thread is inside `submit`."""
+        self.borrowed: Connection | None = None
+        """What the submitter reads from, if it waits."""
+        self.created_s = time.monotonic()
         self.request_id = 0
         self.aborted = False
         self.granted = False
@@ -87,6 +100,28 @@ class Request:
         if not self.remaining:
             self._assigned().on_received(self)
 
+    def wait(self, loop: IoLoop) -> None:
+        """In the submitter's thread: take in the answer if it comes soon, else leave that to the loop."""
+        connection = self.borrowed
+        until_s = time.monotonic() + PATIENCE_S
+        while connection is not None:
+            connection.wait_readable(max(0.0, until_s - time.monotonic()))
+            try:
+                if loop.call(lambda: self._read_or_leave(connection, until_s)):
+                    return
+            except TimedOut:  # the owner is stuck; the batch was accepted, so this is not for the submitter
+                loop.post(connection.give_back)
+                return
+
+    def _read_or_leave(self, connection: Connection, until_s: float) -> bool:
+        if connection.read_borrowed(lambda: self.completed):
+            return True
+        if time.monotonic() < until_s:
+            return False
+        connection.give_back()
+        self._assigned().note(PATIENCE_S)
+        return True
+
     def assign(self, requester: Requester) -> None:
         self._requester = requester
 
@@ -109,6 +144,7 @@ class Requester:
         self._open: dict[int, Request] = {}
         self._waiting: deque[Request] = deque()
         self._last_id = 0
+        self._quick_share = 1.0  # of the latest small requests
 
     @property
     def num_requests(self) -> int:
@@ -116,8 +152,15 @@ class Requester:
 
     def start(self, request: Request) -> None:
         request.assign(self)
+        waited_for = request.submitter == threading.get_ident() and request.small and self._quick_share > 0.5
+        if waited_for and self._connection.borrow():  # before it is sent: the answer must not wake anybody else
+            request.borrowed = self._connection
         self._waiting.append(request)
         self._send_waiting()
+
+    def note(self, seconds: float) -> None:
+        """A small request took so long, or takes longer."""
+        self._quick_share += _NOTE_WEIGHT * ((seconds < PATIENCE_S) - self._quick_share)
 
     def give_up(self, request: Request, error: LLMException) -> None:
         """What `Request.give_up` does."""
@@ -185,6 +228,8 @@ class Requester:
     def _over(self, request: Request, error: LLMException | None = None) -> None:
         """The peer is done with it."""
         del self._open[request.request_id]
+        if request.small:
+            self.note(time.monotonic() - request.created_s)
         self._connection.abort(request)
         request.complete(error)
         self._send_waiting()

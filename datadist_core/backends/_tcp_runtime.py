@@ -8,7 +8,9 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 
 from ..errors import Cancelled, ClosedError, LLMException, NotYetLinked, ParamInvalid, PeerLost, TimedOut, Unreachable
 from ..transfer.backend import BackendContext, Completion, DoneCallback
@@ -23,10 +25,9 @@ from ._tcp_link import Link
 from ._tcp_loop import IoLoop
 from ._tcp_memory import Layout
 from ._tcp_options import parse_options
+from ._tcp_parts import Ending, Joined, split
 from ._tcp_requests import CANCEL_GRACE_S, Request
-from ._tcp_serve import Workers
-
-_MAX_SERVING_THREADS = 4
+from ._tcp_workers import Workers
 
 
 class Runtime:
@@ -38,9 +39,8 @@ class Runtime:
         self._context = context
         self._options = parse_options(context.options)
         self._instance = os.urandom(INSTANCE_BYTES)
-        self._batches: dict[int, Request] = {}
+        self._batches: dict[int, Ending] = {}
         self._dialler = Dialler(self._options)
-        self._workers = Workers("datadist-tcp-serve", _MAX_SERVING_THREADS)
         self._reporters = Workers("datadist-tcp-report", 1)
         self._acceptor: Acceptor | None = None
         self._listening = threading.Lock()
@@ -57,7 +57,6 @@ class Runtime:
         self.closed = True
         self._dialler.close()
         self._loop.stop()
-        self._workers.stop()
         self._reporters.stop()
 
     def dial(self, peer_id: int, identity: bytes, link_token: bytes, deadline: Deadline) -> None:
@@ -102,12 +101,32 @@ class Runtime:
 
     def submit(self, batch_id: int, batch: Batch, done: DoneCallback) -> None:
         link = self.link(batch.peer_id)
-        layout = self._local_layout(batch, link)
+        parts = split(batch, link.num_streams)
+        layouts = [self._local_layout(part, link) for part in parts]
         if not batch.num_bytes:
             done(Completion.ok(batch_id))
             return
-        request = Request(batch_id, batch, layout, encode_request(batch), self._forgetting(batch_id, done))
-        self._loop.post(lambda: self._start(link, request))
+        bodies = [encode_request(part) for part in parts]
+        forgetting = self._forgetting(batch_id, done)
+        if len(parts) == 1:
+            self._submit_one(link, Request(batch_id, batch, layouts[0], bodies[0], forgetting))
+            return
+        joined = Joined(len(parts), forgetting, self._post_unless_closed)
+        requests = [
+            Request(batch_id, part, layout, body, joined.on_part)
+            for part, layout, body in zip(parts, layouts, bodies, strict=True)
+        ]
+        joined.parts = requests
+        self._loop.post(lambda: self._start(link, batch_id, joined, requests))
+
+    def _submit_one(self, link: Link, request: Request) -> None:
+        """The submitter waits for the answer, if it comes soon."""
+        request.submitter = 0 if self._loop.owned else threading.get_ident()
+        self._loop.post(lambda: self._start(link, request.batch_id, request, [request]))
+        request.submitter = 0
+        if request.borrowed is not None:
+            with suppress(ClosedError):  # closing has ended it as well
+                request.wait(self._loop)
 
     def cancel(self, batch_id: int) -> None:
         try:
@@ -127,6 +146,10 @@ class Runtime:
             # The latest first: it is where the owner wants to be reached now.
             self._endpoints = [*reachable_at(listener, self._options.advertise_host), *self._endpoints]
             self.identity = encode_identity(self._instance, self._endpoints)
+
+    def _post_unless_closed(self, command: Callable[[], None]) -> None:
+        with suppress(ClosedError):  # closing ends everything as well
+            self._loop.post(command)
 
     def _listen_or_close(self, host: str) -> None:
         try:
@@ -160,27 +183,28 @@ class Runtime:
 
         return forget_and_report
 
-    # In the io thread
+    # For the loop's owner
 
     def _accept_at(self, listener: socket.socket) -> None:
         if self._acceptor is None:
             self._acceptor = Acceptor(self._loop, self._instance, self._options)
         self._acceptor.add_listener(listener)
 
-    def _start(self, link: Link, request: Request) -> None:
-        self._batches[request.batch_id] = request
-        self._loop.wake_at(request.deadline.at_s)
-        link.start(request)
+    def _start(self, link: Link, batch_id: int, batch: Ending, requests: Sequence[Request]) -> None:
+        self._batches[batch_id] = batch
+        for request in requests:
+            self._loop.wake_at(request.deadline.at_s)
+            link.start(request)
 
     def _cancel(self, batch_id: int) -> None:
-        request = self._batches.get(batch_id)
-        if request is not None:
-            request.give_up(Cancelled(f"batch {batch_id} was cancelled"))
+        batch = self._batches.get(batch_id)
+        if batch is not None:
+            batch.give_up(Cancelled(f"batch {batch_id} was cancelled"))
             self._loop.wake_at(time.monotonic() + CANCEL_GRACE_S)
 
     def _install(self, peer_id: int, connections: list[Connection]) -> None:
         self._remove_link(peer_id, PeerLost(f"peer {peer_id} was connected anew"))
-        self.links[peer_id] = Link(peer_id, connections, self._loop, self._workers, self._context, self._on_lost)
+        self.links[peer_id] = Link(peer_id, connections, self._loop, self._context, self._on_lost)
 
     def _remove_link(self, peer_id: int, error: LLMException) -> None:
         link = self.links.pop(peer_id, None)

@@ -2,22 +2,18 @@
 """The server's half of a connection: what the peer asks to read from, or write to, this end's memory.
 
 The peer is not trusted: it names grids and items, and both are checked against what the owner lends (`serve_grid`).
-Lending may wait for the owner's locks, so it is done by a few worker threads, and the io thread goes on meanwhile.
+Lending may wait for the owner's locks, so it is an errand of the loop: other threads go on meanwhile.
 A grid stays lent until the last of its bytes is sent or received, or until the connection is gone.
 """
 
 from __future__ import annotations
 
-import queue
 import socket
-import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from ..errors import Cancelled, ClosedError, LLMException, PeerLost, ProtocolError, RemoteError
 from ..transfer.backend import BackendContext
 from ..transfer.plan import Op, check_items
-from ..types import Deadline
 from ._tcp_connection import Connection, Sink
 from ._tcp_frames import MAX_OPEN_REQUESTS, Header, Kind, Wanted, decode_request, encode_end, encode_frame
 from ._tcp_loop import IoLoop
@@ -25,56 +21,6 @@ from ._tcp_memory import GridMemory, Layout, MemoryStream
 
 MAX_PREPARING = 16 * MAX_OPEN_REQUESTS
 """Requests per connection that wait for the owner's memory, with those that were cancelled meanwhile."""
-_STOP_TIMEOUT_S = 5.0
-
-Task = Callable[[], None]
-
-
-class Workers:
-    """A few threads, started when there is work for them, for calls that may block. Thread-safe."""
-
-    def __init__(self, name: str, max_threads: int) -> None:
-        self._name, self._max_threads = name, max_threads
-        self._lock = threading.Lock()
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._num_pending = 0
-        self._stopped = False
-
-    def put(self, task: Task) -> None:
-        """Have `task`, which must not raise, run in some thread. After `stop` it is dropped."""
-        with self._lock:
-            if self._stopped:
-                return
-            self._num_pending += 1
-            self._tasks.put(task)
-            if len(self._threads) < min(self._num_pending, self._max_threads):
-                self._start_thread()
-
-    def stop(self) -> None:
-        """Let the threads end when they have done what was put. Waits for them, unless one of them calls it."""
-        with self._lock:
-            self._stopped = True
-            threads, self._threads = self._threads, []
-        deadline = Deadline.after(_STOP_TIMEOUT_S)
-        for _ in threads:
-            self._tasks.put(None)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(deadline.timeout())
-
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            finally:
-                with self._lock:
-                    self._num_pending -= 1
 
 
 class Served:
@@ -127,11 +73,10 @@ class Served:
 
 
 class Server:
-    """The peer's requests on one connection. Runs in the io thread, except for `_prepare`."""
+    """The peer's requests on one connection. Done by the loop's owner, except for `_prepare`."""
 
-    def __init__(self, connection: Connection, loop: IoLoop, workers: Workers, context: BackendContext) -> None:
-        self._connection, self._loop = connection, loop
-        self._workers, self._context = workers, context
+    def __init__(self, connection: Connection, loop: IoLoop, context: BackendContext) -> None:
+        self._connection, self._loop, self._context = connection, loop, context
         self._open: dict[int, Served] = {}
         self._num_preparing = 0
 
@@ -144,7 +89,8 @@ class Server:
             return
         served = self._open[wanted.request_id] = Served(self, wanted)
         self._num_preparing += 1
-        self._workers.put(lambda: self._prepare(served))
+        self._loop.send_on_errand(lambda: self._prepare(served))
+        self._connection.pause()
 
     def on_cancel(self, header: Header) -> None:
         served = self._open.get(header.request_id)
@@ -192,7 +138,7 @@ class Server:
         self._connection.send_frame(encode_end(request_id, error))
 
     def _prepare(self, served: Served) -> None:
-        """In a worker: borrow the memory and check the request against it."""
+        """On an errand: borrow the memory and check the request against it."""
         lent = ExitStack()
         try:
             outcome: MemoryStream | LLMException = self._borrow(served.wanted, lent)
@@ -207,15 +153,15 @@ class Server:
 
     def _borrow(self, wanted: Wanted, lent: ExitStack) -> MemoryStream:
         grids: list[GridMemory] = []
-        checked: set[tuple[int, int]] = set()
+        checked = (0, 0)
         for claimed in wanted.grids:
             loan = lent.enter_context(self._context.serve_grid(claimed.grid_id, wanted.op))
             loan.grid.check_inside(loan.region.size_bytes)
             grid = loan.grid.recut(claimed)
             size = (grid.num_items, grid.item_bytes)
-            if size not in checked:
+            if size != checked:
                 check_items(wanted.items, grid, wanted.slices)
-                checked.add(size)
+                checked = size
             grids.append(GridMemory(grid, loan.region.address))
         stream = MemoryStream(Layout.of_request(wanted, tuple(grids)))
         stream.prepare()

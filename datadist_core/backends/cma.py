@@ -175,7 +175,7 @@ class CmaBackend(Backend):
 
     def submit(self, batch_id: int, batch: Batch, done: DoneCallback) -> None:
         context, link = self._opened().context, self._link(batch.peer_id)
-        self._batches.run(batch_id, batch, done, lambda running: _move(running, context, link))
+        self._batches.run(batch_id, batch, done, lambda running: _move(running, batch, context, link))
 
     def cancel(self, batch_id: int) -> None:
         self._batches.cancel(batch_id)
@@ -275,9 +275,8 @@ class _Meeting:
         raise TimedOut("the other end did not show that it belongs to the link in time")
 
 
-def _move(running: OpenBatch, context: BackendContext, link: CmaLink) -> None:
+def _move(running: OpenBatch, batch: Batch, context: BackendContext, link: CmaLink) -> None:
     """Copy one batch."""
-    batch = running.batch
     remote = link.bases_of(batch)
     local = {pair.local.region_id: context.local_region(pair.local.region_id) for pair in batch.pairs}
     for pair in batch.pairs:

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, replace
 from ..errors import ClosedError, NotYetLinked, ParamInvalid, PeerLost, ProtocolError, TimedOut, Unreachable
 from ..memory.region import Region
 from ..transfer.backend import Backend, BackendContext, Capabilities, DoneCallback
-from ..transfer.plan import Batch, GridPair, expand
+from ..transfer.item_copy import ItemCopy
+from ..transfer.plan import Batch, GridPair
 from ..types import Deadline
 from ._inline import InlineBatches, OpenBatch
 
@@ -117,7 +118,7 @@ class LoopbackBackend(Backend):
         for pair in batch.pairs:
             if pair.remote.region_id not in link.attached:
                 raise ParamInvalid(f"region {pair.remote.region_id} of peer {batch.peer_id} is not attached")
-        self._batches.run(batch_id, batch, done, lambda running: _move(running, context, peer_context))
+        self._batches.run(batch_id, batch, done, lambda running: _move(running, batch, context, peer_context))
 
     def cancel(self, batch_id: int) -> None:
         self._batches.cancel(batch_id)
@@ -156,14 +157,13 @@ class LoopbackBackend(Backend):
             return link
 
 
-def _move(running: OpenBatch, context: BackendContext, peer: BackendContext) -> None:
+def _move(running: OpenBatch, batch: Batch, context: BackendContext, peer: BackendContext) -> None:
     """Copy one batch, holding the peer's grids and trusting nothing but their owner about where they are."""
-    batch = running.batch
     with ExitStack() as held:
         served = [held.enter_context(peer.serve_grid(p.remote.grid_id, batch.op)) for p in batch.pairs]
         pairs = tuple(GridPair(p.local, s.grid.recut(p.remote)) for p, s in zip(batch.pairs, served, strict=True))
-        batch = replace(batch, pairs=pairs)
-        batch.check()
+        replace(batch, pairs=pairs).check()
         local = {p.local.region_id: context.local_region(p.local.region_id).address for p in pairs}
         remote = {s.region.region_id: s.region.address for s in served}
-        running.copy(expand(batch, local, remote))
+        copy = ItemCopy(pairs, batch.slices, local, remote)
+        running.copy(copy, batch.op, batch.local_items, batch.remote_items)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One-sided, between hosts: the bytes are moved by Mooncake's TransferEngine, over TCP or RDMA.
 
-Needs the package mooncake-transfer-engine (`pip install "vllm-datadist[mooncake]"`). Read `_mooncake_engine` for how
-it is kept from touching memory that is no longer its own, `_mooncake_link` for how batches run, `_mooncake_identity`
-for how two ends recognise each other, `_mooncake_binding` for its settings.
+Needs the package mooncake-transfer-engine (`pip install "vllm-datadist[mooncake]"`), and of the system the libraries
+that its wheel links but does not bring: Debian's libibverbs1, libnuma1 and libcurl4, also without RDMA. Read
+`_mooncake_engine` for how it is kept from touching memory that is no longer its own, `_mooncake_link` for how batches
+run, `_mooncake_identity` for how two ends recognise each other, `_mooncake_binding` for its settings.
 
 What to know before using it:
 
@@ -13,7 +14,19 @@ What to know before using it:
 - While a transfer runs, a core is busy waiting for it: that is how Mooncake's binding works.
 - A push that failed or was cancelled may still be arriving at the peer for a moment. The link layer's Revoke, or
   unregistering the region, is what tells that a peer has stopped.
-- RDMA memory is registered twice: once for peers, once for our own transfers.
+- Links of one process to the same peer share their fate for a moment: what ends a transfer early shuts all connections
+  to that peer. Transfers of others notice, and repeat the piece that was under way (see `_mooncake_engine`).
+
+RDMA, as Mooncake documents it, NEVER RUN BY US: the options protocol="rdma" and, to pick network cards, device="mlx5_0"
+(several: separated by commas; none: Mooncake's own choice by the machine's topology); cards that this process may open
+(/dev/infiniband in a container) with their driver for libibverbs (Debian: ibverbs-providers), and an unlimited
+`ulimit -l` for registered memory, which is registered twice: once for peers, once for our own transfers. Transfers
+with a peer that has stopped end at Mooncake's own time limit there (option timeout_s), because there is no connection
+to shut. What ran is that without cards this is refused with the reason.
+
+GPUs: this backend registers host memory only; device memory has to be copied to the host first (`swap_blocks`). The
+extra installs Mooncake's build without CUDA; its builds with CUDA (mooncake-transfer-engine, and -cuda13) have the same
+module, and were not tried.
 
 Options: protocol ("tcp" or "rdma"), device, host, timeout_s; see `_mooncake_options.MooncakeOptions`.
 """

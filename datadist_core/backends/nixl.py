@@ -8,6 +8,20 @@ which holds all of it. `_nixl_options` has the settings.
 Whoever is linked can read and write all registered memory: NIXL's owner takes no part and checks nothing. Links are
 made between ends that trust each other with their KV memory. What is checked here are the ranges of our own batches.
 
+Where there is no RDMA between hosts, UCX takes TCP, and then a reader that is killed in mid-transfer can take the
+process that it reads from with it: UCX calls `abort`, and no setting of it prevents that (`_nixl_agent` has what was
+tried). Prefer our `tcp` there, which has nothing of the kind. Within one host nothing like that was seen.
+
+RDMA, as NIXL and UCX document it, NEVER RUN BY US: network cards that this process may open (/dev/infiniband in a
+container), an unlimited `ulimit -l` for registered memory, and nothing to be installed, since NIXL's wheel brings its
+user-space libraries. UCX then chooses by itself; UCX_NET_DEVICES=mlx5_0:1 picks a card, which is needed where many of
+them make the address too large to be sent, UCX_TLS the transports. Memory is registered twice, with the serving agent
+and with the moving one.
+
+GPUs: this backend registers host memory only, with or without a GPU in the machine; device memory has to be copied to
+the host first (`swap_blocks`). NIXL's builds for CUDA 12 and 13 run without CUDA for this. With a CUDA build of torch,
+`nixl` chooses the build of the same CUDA version; else the newest is taken.
+
 nixl is imported by `open`, not before.
 """
 

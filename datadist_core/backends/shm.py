@@ -12,6 +12,9 @@ A mapping goes when the last region in it is detached and the last copy that use
 reference, and nothing else does. The connection to the peer stays open and tells when the peer has gone; data that
 was copied while it went is not called OK.
 
+Large copies are shared with other threads of this process while processors are idle (`_copy.helpers`): at most
+`copy_threads` in all, an option of this backend (1 to 4, default 4; 1 is the caller's thread alone).
+
 Not reachable: other hosts, other network namespaces (containers without a common one), and memory that is not in
 a pool. `connect` and `attach` say which.
 """
@@ -21,14 +24,18 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import msgspec
 
-from ..errors import ClosedError, LLMException, NotYetLinked, PeerLost, Unreachable
+from .._copy.helpers import MAX_THREADS
+from ..errors import ClosedError, LLMException, NotYetLinked, ParamInvalid, PeerLost, Unreachable
 from ..memory.region import Region
-from ..transfer.backend import Backend, BackendContext, Capabilities, DoneCallback
-from ..transfer.plan import Batch, expand
+from ..transfer.backend import Backend, BackendContext, Capabilities, DoneCallback, Prepared
+from ..transfer.item_copy import ItemCopy, ItemList
+from ..transfer.plan import Batch, GridPair, Op, Slice
 from ..types import Deadline
 from ._attached import AttachedRegions, decode_descriptor_as, decode_identity_as
 from ._host import this_host
@@ -38,6 +45,9 @@ from ._shm_mapping import FileKey, MappedFile, file_key
 from ._shm_server import Admission, RegionServer
 
 _VERSION = 1
+
+Pairs: TypeAlias = tuple[GridPair, ...]
+Slices: TypeAlias = tuple[Slice, ...]
 
 
 class _Identity(msgspec.Struct, frozen=True):
@@ -66,12 +76,14 @@ class _AttachedRegion:
 class _Link:
     """One peer and what is mapped of it. Thread-safe."""
 
-    def __init__(self, admission: Admission, client: RegionClient) -> None:
+    def __init__(self, admission: Admission, client: RegionClient, max_threads: int) -> None:
         self.admission = admission
         self.client = client
         self.lost: LLMException | None = None
+        self._max_threads = max_threads
         self._lock = threading.Lock()
         self._regions: AttachedRegions[_AttachedRegion] = AttachedRegions(admission.peer_id)
+        self._moves: weakref.WeakSet[_Move] = weakref.WeakSet()
         self._files: weakref.WeakValueDictionary[FileKey, MappedFile] = weakref.WeakValueDictionary()
 
     def check_up(self) -> None:
@@ -89,15 +101,31 @@ class _Link:
             os.close(fd)
 
     def detach(self, region_id: int) -> None:
-        self._regions.remove(region_id)
+        if self._regions.remove(region_id):
+            self.forget_moves()
 
-    def regions_of(self, batch: Batch) -> dict[int, _AttachedRegion]:
-        """The attached regions that a batch names. Raises ParamInvalid unless its remote grids lie in them."""
-        return self._regions.of(batch)
+    def prepare(self, batches: InlineBatches, local: dict[int, Region], pairs: Pairs, slices: Slices) -> _Move:
+        """Raises ParamInvalid unless the remote grids lie in attached regions."""
+        local_base = {region_id: region.address for region_id, region in local.items()}
+        with self._lock:  # no region is detached between being found here and being kept
+            remote = self._regions.of_pairs(pairs)
+            remote_base = {region_id: region.address for region_id, region in remote.items()}
+            copy = ItemCopy(pairs, slices, local_base, remote_base, self._max_threads)
+            move = _Move(self, batches, _Mapped(copy, (*local.values(), *remote.values())))
+            self._moves.add(move)
+            return move
+
+    def forget_moves(self) -> None:
+        """They keep memory mapped. Those whose regions stay are prepared anew when needed."""
+        with self._lock:
+            moves, self._moves = self._moves, weakref.WeakSet()
+        for move in moves:
+            move.mapped = None
 
     def close(self) -> None:
         self.client.close()
         self._regions.clear()
+        self.forget_moves()
 
     def _add(self, region_id: int, described: _Descriptor, fd: int) -> None:
         key = file_key(fd)
@@ -107,6 +135,43 @@ class _Link:
                 file = self._files[key] = MappedFile(fd)
             address = file.address_of(described.offset_bytes, described.size_bytes)
             self._regions.put(region_id, _AttachedRegion(file, address, described.size_bytes))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Mapped:
+    """A copy, and what keeps the memory at both ends of it mapped."""
+
+    copy: ItemCopy
+    regions: tuple[object, ...]
+
+
+class _Move(Prepared):
+    """`mapped` is taken away when the link ends or a region goes; a copy that is running then keeps what it uses."""
+
+    def __init__(self, link: _Link, batches: InlineBatches, mapped: _Mapped) -> None:
+        self.mapped: _Mapped | None = mapped
+        self._link = link
+        self._batches = batches
+
+    def run(self, op: Op, local_items: ItemList, remote_items: ItemList) -> None:
+        # Entered first: whoever ends the link takes `mapped` away and then waits for all who have entered.
+        running = self._batches.enter(self._link.admission.peer_id)
+        try:
+            self.copy(running, op, local_items, remote_items)
+        finally:
+            self._batches.leave(running)
+
+    def copy(self, running: OpenBatch, op: Op, local_items: ItemList, remote_items: ItemList) -> None:
+        """What is copied while the peer goes is not OK."""
+        mapped = self.mapped
+        if mapped is None:
+            self._link.check_up()
+            raise ParamInvalid(f"a region of peer {self._link.admission.peer_id} that was prepared for is detached")
+        link = self._link
+        connection = link.client.fileno()
+        is_up = running.copy(mapped.copy, op, local_items, remote_items, connection)
+        if connection < 0 or not is_up or link.lost is not None:
+            raise PeerLost(f"peer {link.admission.peer_id} has gone or closed the link") from link.lost
 
 
 class ShmBackend(Backend):
@@ -122,11 +187,13 @@ class ShmBackend(Backend):
         self._regions: dict[int, Region] = {}
         self._links: dict[int, _Link] = {}
         self._batches = InlineBatches()
+        self._max_threads = MAX_THREADS
 
     def capabilities(self) -> Capabilities:
         return Capabilities(one_sided=True, cross_host=False, inline=True)
 
     def open(self, context: BackendContext) -> None:
+        self._max_threads = _copy_threads(context.options)
         here = this_host()
         server = RegionServer(self._find_region, self._on_lost)
         server.start()
@@ -158,7 +225,7 @@ class ShmBackend(Backend):
         self.disconnect(peer_id)
         client = RegionClient(peer.address)
         try:
-            self._link_up(_Link(Admission(peer_id, link_token), client))
+            self._link_up(_Link(Admission(peer_id, link_token), client, self._max_threads))
             client.greet(link_token, deadline)
         except PeerLost as error:
             self._abandon(peer_id, client)
@@ -189,6 +256,9 @@ class ShmBackend(Backend):
     def unregister(self, region_id: int) -> None:
         with self._lock:
             self._regions.pop(region_id, None)
+            links = list(self._links.values())
+        for link in links:
+            link.forget_moves()
 
     def attach(self, peer_id: int, region_id: int, size_bytes: int, descriptor: bytes, deadline: Deadline) -> None:
         described = decode_descriptor_as(_Descriptor, descriptor, region_id, size_bytes)
@@ -201,12 +271,27 @@ class ShmBackend(Backend):
             link.detach(region_id)
 
     def submit(self, batch_id: int, batch: Batch, done: DoneCallback) -> None:
-        context, link = self._opened(), self._link(batch.peer_id)
+        link = self._link(batch.peer_id)
         link.check_up()
-        self._batches.run(batch_id, batch, done, lambda running: _move(running, context, link))
+
+        def move(running: OpenBatch) -> None:
+            prepared = self._prepare(link, batch.pairs, batch.slices)
+            prepared.copy(running, batch.op, batch.local_items, batch.remote_items)
+
+        self._batches.run(batch_id, batch, done, move)
+
+    def prepare(self, peer_id: int, pairs: Pairs, slices: Slices) -> Prepared:
+        return self._prepare(self._link(peer_id), pairs, slices)
 
     def cancel(self, batch_id: int) -> None:
         self._batches.cancel(batch_id)
+
+    def _prepare(self, link: _Link, pairs: Pairs, slices: Slices) -> _Move:
+        context = self._opened()
+        local = {pair.local.region_id: context.local_region(pair.local.region_id) for pair in pairs}
+        for pair in pairs:
+            pair.local.check_inside(local[pair.local.region_id].size_bytes)
+        return link.prepare(self._batches, local, pairs, slices)
 
     def _opened(self) -> BackendContext:
         context = self._context
@@ -253,17 +338,15 @@ class ShmBackend(Backend):
             context.report_peer_lost(admission.peer_id, error)
 
 
-def _move(running: OpenBatch, context: BackendContext, link: _Link) -> None:
-    """Copy one batch. `remote` and `local` keep the memory mapped until the end."""
-    batch = running.batch
-    remote = link.regions_of(batch)
-    local = {pair.local.region_id: context.local_region(pair.local.region_id) for pair in batch.pairs}
-    for pair in batch.pairs:
-        pair.local.check_inside(local[pair.local.region_id].size_bytes)
-    local_bases = {region_id: region.address for region_id, region in local.items()}
-    remote_bases = {region_id: region.address for region_id, region in remote.items()}
-    running.copy(expand(batch, local_bases, remote_bases))
-    link.check_up()
+def _copy_threads(options: Mapping[str, Any]) -> int:
+    """Raises ParamInvalid naming the option."""
+    for name in options:
+        if name != "copy_threads":
+            raise ParamInvalid(f"shm option {name!r} is unknown; there is copy_threads")
+    value = options.get("copy_threads", MAX_THREADS)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_THREADS:
+        raise ParamInvalid(f"shm option copy_threads={value!r} must be an integer in 1..{MAX_THREADS}")
+    return value
 
 
 def _check_reachable(peer: _Identity) -> None:

@@ -2,13 +2,14 @@
 """The tcp backend: works between any two hosts, with the peer's processor taking part.
 
 Read the modules in this order: `_tcp_frames` (the protocol), `_tcp_memory` (memory as a stream of bytes),
-`_tcp_loop` (the io thread), `_tcp_connection` (frames on a socket), `_tcp_requests` and `_tcp_serve` (the two halves
-of a connection), `_tcp_link`, then `_tcp_address`, `_tcp_accept` and `_tcp_dial` (how a link comes about).
+`_tcp_loop` (who may touch a socket), `_tcp_connection` (frames on a socket), `_tcp_requests` and `_tcp_serve` (the
+two halves of a connection), `_tcp_link`, then `_tcp_address`, `_tcp_accept` and `_tcp_dial` (how a link comes about).
 `_tcp_runtime` holds all of it.
 
-Threads: one io thread per backend owns all sockets and all transfers; a few workers borrow memory for peers' requests
-and make reports; `connect` dials in its caller's thread. Public methods check what they can in the caller's thread
-and hand the rest to the io thread.
+Threads: whoever wants something done with a connection becomes the owner of all of them for a moment (`_tcp_loop`):
+an io thread when something has come, the caller of a public method otherwise. The thread that submits a small batch
+also takes in the answer itself, if that comes within a moment, so that no thread of this process has to be woken for
+it; the io thread at the other end lends the memory and sends it. `connect` dials in its caller's thread.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from ._tcp_runtime import Runtime
 class TcpBackend(Backend):
     """Moves bytes over TCP, straight from and into registered memory.
 
-    Options (`BackendContext.options`): port, streams, advertise_host, sndbuf, rcvbuf; see `_tcp_options.TcpOptions`.
+    Options (`BackendContext.options`, from `global_resource_config["tcp"]`): port, streams, advertise_host, sndbuf,
+    rcvbuf, congestion; see `_tcp_options.TcpOptions`.
     """
 
     name = "tcp"

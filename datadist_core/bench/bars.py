@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .contenders import SAME_HOST_NAMES
-from .results import Group, Results, Row
+from .contenders import ONE_THREAD, SAME_HOST_NAMES
+from .results import Group, Results, Row, group_of
 
 _KIB = 1 << 10
 SCATTERED = ("random", "runs")
 NOISE_OF_A_CORE = 0.01
 """Of processor time; what a process uses that does nothing varies by about that."""
+GAINS = 1.1
 AS_FAST = 0.95
 """Less is slower; so much lies between two runs of the same copy."""
 
@@ -34,12 +35,7 @@ class Bar:
 def check_bars(results: Results) -> list[Bar]:
     return [
         *_same_host_bars(results),
-        Bar(
-            "two copying threads, when a core is free",
-            "more than one thread",
-            "not offered: a transfer is copied by the thread that asks for it",
-            None,
-        ),
+        _helpers_bar(results),
         _single_copy_bar(results),
         *_tcp_bars(results),
         _latency_bar(results),
@@ -51,20 +47,45 @@ def check_bars(results: Results) -> list[Bar]:
 
 
 def _same_host_bars(results: Results) -> list[Bar]:
-    def best(group: Group, reference: str) -> Row | None:
-        rows = [row for name in SAME_HOST_NAMES if (row := results.find(name, group)) and reference in row.ratios]
+    def best(names: Sequence[str], group: Group, reference: str) -> Row | None:
+        rows = [row for name in names if (row := results.find(name, group)) and reference in row.ratios]
         return max(rows, key=lambda row: row.ratios[reference], default=None)
 
-    def bar(what: str, reference: str, needed: float, wanted: Callable[[Group], bool]) -> Bar:
-        rows = [row for group in results.groups() if wanted(group) and (row := best(group, reference))]
+    def bar(what: str, names: Sequence[str], reference: str, needed: float, wanted: Callable[[Group], bool]) -> Bar:
+        rows = [row for group in results.groups() if wanted(group) and (row := best(names, group, reference))]
         return _ratio_bar(results, what, reference, needed, rows)
 
+    one, any_of_ours = (ONE_THREAD, "cma"), SAME_HOST_NAMES
     return [
-        bar("best same-host backend, scattered, 16 KiB and more", "stream", 0.85, lambda g: _is_scattered(g, 16)),
-        bar("best same-host backend, scattered, 4 KiB", "stream", 0.7, lambda g: _is_scattered(g, 4, 4)),
-        bar("best same-host backend, random, 64 KiB", "nixl", 5, lambda g: _is_random(g, 64)),
-        bar("best same-host backend, random, 4 KiB", "nixl", 8, lambda g: _is_random(g, 4)),
+        bar("one copying thread, scattered, 16 KiB and more", one, "stream", 0.85, lambda g: _is_scattered(g, 16)),
+        bar("one copying thread, scattered, 4 KiB", one, "stream", 0.7, lambda g: _is_scattered(g, 4, 4)),
+        *(
+            bar(f"best same-host backend, random, {kib} KiB", any_of_ours, peer, needed, _random_of(kib))
+            for peer in ("nixl-default", "nixl")
+            for kib, needed in ((64, 5), (4, 8))
+        ),
     ]
+
+
+def _helpers_bar(results: Results) -> Bar:
+    """Two rows of the same rounds, scattered blocks; the worst group decides."""
+    what, needed = "more copying threads, when processors are idle", f">= {GAINS:g} x one"
+    pairs = [
+        (several.gb_per_s / one.gb_per_s, several, one)
+        for group in results.groups()
+        if group.pattern in SCATTERED
+        and (several := results.find("shm", group) or results.find("auto", group))
+        and (one := results.find(ONE_THREAD, group))
+    ]
+    if not pairs:
+        return Bar(what, needed, "not measured in this run", None)
+    ratio, several, one = min(pairs, key=lambda pair: pair[0])
+    group = group_of(several)
+    found = (
+        f"{ratio:.2f} x: {several.name} {several.gb_per_s:.2f}, {one.name} {one.gb_per_s:.2f} GB/s "
+        f"({group.op} {group.pattern} {group.block_bytes // _KIB} KiB)"
+    )
+    return Bar(what, needed, found, ratio >= GAINS)
 
 
 def _tcp_bars(results: Results) -> list[Bar]:
@@ -84,8 +105,8 @@ def _is_scattered(group: Group, at_least_kib: int, at_most_kib: int = 1 << 30) -
     return group.pattern in SCATTERED and at_least_kib * _KIB <= group.block_bytes <= at_most_kib * _KIB
 
 
-def _is_random(group: Group, kib: int) -> bool:
-    return group.pattern == "random" and group.block_bytes == kib * _KIB
+def _random_of(kib: int) -> Callable[[Group], bool]:
+    return lambda group: group.pattern == "random" and group.block_bytes == kib * _KIB
 
 
 def _ratio_bar(results: Results, what: str, reference: str, needed: float, rows: Sequence[Row]) -> Bar:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,10 +56,19 @@ class BackendContender:
 
     Args:
         registered: move memory that the user allocated and registered, instead of memory from the pool.
+        options: of the backend, at both ends.
+        huge_pages: both pools lie in huge pages of the system.
     """
 
     def __init__(
-        self, name: str, backend: str, cache_bytes: int, in_process: bool = False, registered: bool = False
+        self,
+        name: str,
+        backend: str,
+        cache_bytes: int,
+        in_process: bool = False,
+        registered: bool = False,
+        options: Mapping[str, Any] | None = None,
+        huge_pages: bool = False,
     ) -> None:
         self.name = name
         self.backend = backend
@@ -67,9 +76,9 @@ class BackendContender:
         make: Callable[..., _Anywhere] = Here if in_process else _in_own_process
         here_id, self._peer_id = next(_cluster_ids), next(_cluster_ids)
         with ExitStack() as undo:
-            self._here = make(backend, here_id, HERE, cache_bytes, False, registered)
+            self._here = make(backend, here_id, HERE, cache_bytes, False, registered, options, huge_pages)
             undo.callback(self._here.close)
-            self._there = make(backend, self._peer_id, THERE, cache_bytes, True, registered)
+            self._there = make(backend, self._peer_id, THERE, cache_bytes, True, registered, options, huge_pages)
             undo.callback(self._there.close)
             self._address = self._there.call("address")
             self.link_s()
@@ -140,18 +149,36 @@ _COPIES = ("stream", "memcpy")
 _SOCKETS = ("socket",)
 
 
-def _ours(backend: str, references: tuple[str, ...], name: str = "", registered: bool = False) -> Entry:
+def _ours(
+    backend: str,
+    references: tuple[str, ...],
+    name: str = "",
+    registered: bool = False,
+    options: Mapping[str, Any] | None = None,
+    huge_pages: bool = False,
+) -> Entry:
     name = name or backend
-    return Entry(name, lambda size: BackendContender(name, backend, size, registered=registered), references)
+    make = functools.partial(
+        BackendContender, name, backend, registered=registered, options=options, huge_pages=huge_pages
+    )
+    return Entry(name, make, references)
 
 
 def _peer(name: str, make_engine: MakeEngine, references: tuple[str, ...], busy_when_idle: bool = False) -> Entry:
     return Entry(name, lambda size: PeerContender(name, make_engine, size, busy_when_idle), references)
 
 
+ONE_THREAD = "shm-1"
+"""shm with the caller's thread alone, which is what one can expect where no processor is idle."""
+
+HUGE_PAGES = "shm-1-huge"
+"""The same with both pools in huge pages, of which the system must have enough."""
+
 OURS: dict[str, Entry] = {
     "auto": _ours("auto", _COPIES),
     "shm": _ours("shm", _COPIES),
+    ONE_THREAD: _ours("shm", _COPIES, name=ONE_THREAD, options={"copy_threads": 1}),
+    HUGE_PAGES: _ours("shm", _COPIES, name=HUGE_PAGES, options={"copy_threads": 1}, huge_pages=True),
     "cma": _ours("cma", _COPIES, registered=True),
     "tcp": _ours("tcp", _SOCKETS),
     "nixl": _ours("nixl", (*_COPIES, *_SOCKETS), name="datadist-nixl"),
@@ -175,10 +202,10 @@ REFERENCES: dict[str, Entry] = {
     "socket": Entry("socket", lambda size: SocketReference("socket", size)),
 }
 
-DEFAULT_PEERS = tuple(name for name in PEERS if name != "nixl-default")
-DEFAULT_BACKENDS = tuple(name for name in OURS if name != "loopback")
+DEFAULT_PEERS = tuple(PEERS)
+DEFAULT_BACKENDS = tuple(name for name in OURS if name not in ("loopback", HUGE_PAGES))
 OUR_NAMES = tuple(entry.name for entry in OURS.values())
-SAME_HOST_NAMES = ("auto", "shm", "cma")
+SAME_HOST_NAMES = ("auto", "shm", ONE_THREAD, "cma")
 
 
 def entries_of(backends: Sequence[str], peers: Sequence[str]) -> list[Entry]:

@@ -40,12 +40,12 @@ class Contender(Protocol):
         """Give everything back. Idempotent."""
 
 
-def time_each(moves: Sequence[Callable[[], None]], repeats: int) -> list[float]:
+def time_each(moves: Sequence[Callable[[], object]], repeats: int) -> list[float]:
     """Seconds of every call."""
     return [_timed(move) for _ in range(repeats) for move in moves]
 
 
-def _timed(move: Callable[[], None]) -> float:
+def _timed(move: Callable[[], object]) -> float:
     started_s = time.perf_counter()
     move()
     return time.perf_counter() - started_s

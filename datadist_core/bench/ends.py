@@ -8,11 +8,13 @@ transfer is started from is the contender's business.
 from __future__ import annotations
 
 import functools
+import json
 import mmap
 import time
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +33,7 @@ from .plain_ends import HOST, Bytes
 ANSWER_TIMEOUT_S = 120.0
 LINK_TIMEOUT_MS = 30_000
 _SLACK_BYTES = 4 << 20
+_LONG_LIST = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,8 @@ class End:
         seed: of the outbox's content.
         cache_bytes: of the largest inbox that will be asked for.
         registered: both boxes are memory of our own that is registered; otherwise they come from the pool.
+        options: of the backend.
+        huge_pages: the pool lies in huge pages of the system.
     """
 
     OUTBOX, INBOX = 0, 1  # model ids, by which the other end names the caches
@@ -60,11 +65,15 @@ class End:
         cache_bytes: int,
         listen: bool = False,
         registered: bool = False,
+        options: Mapping[str, Any] | None = None,
+        huge_pages: bool = False,
     ) -> None:
         self.seed = seed
         self.dist = LLMDataDist(LLMRole.MIX, cluster_id)
         self._memory = [anonymous_memory(cache_bytes) for _ in range(2)] if registered else []
-        self.dist.init(_config(backend, _SLACK_BYTES + (0 if registered else 2 * cache_bytes), listen))
+        pool_bytes = _SLACK_BYTES + (0 if registered else 2 * cache_bytes)
+        pool = {"memory_size": pool_bytes, "huge_pages": huge_pages}
+        self.dist.init(_config(backend, pool, listen, options or {}))
         self._caches: list[Cache] = []
 
     @property
@@ -105,8 +114,7 @@ class End:
 
     def move_each(self, peer_id: int, op: str, moves: Sequence[BlockLists], repeats: int) -> list[float]:
         """Pull from the outbox of that end, or push to its inbox. See `Contender.move_each`."""
-        move = self._pull if op == PULL else self._push
-        return time_each([functools.partial(move, peer_id, lists) for lists in moves], repeats)
+        return time_each([self._mover(peer_id, op, lists) for lists in moves], repeats)
 
     def link(self, cluster_id: int, address: HostPort) -> float:
         """The seconds it took. Raises LLMException with the reason if the link cannot be made."""
@@ -144,17 +152,18 @@ class End:
         if overall is not LLMStatusCode.LLM_SUCCESS:
             raise self.dist.link_failure(cluster_id) or LLMException(f"cannot link: {overall.name}", overall)
 
-    # The signatures want sequences of int; arrays are what callers with long lists hand over.
+    def _mover(self, peer_id: int, op: str, lists: BlockLists) -> Callable[[], object]:
+        """All that a caller has before the request comes is made beforehand: the key, and the lists.
 
-    def _pull(self, peer_id: int, lists: BlockLists) -> None:
-        key = BlocksCacheKey(peer_id, self.OUTBOX)
-        src, dst = lists.src, lists.dst
-        self.dist.cache_manager.pull_blocks(key, self.inbox, src, dst, deadline_s=TRANSFER_TIMEOUT_S)  # type: ignore[arg-type]
-
-    def _push(self, peer_id: int, lists: BlockLists) -> None:
-        key = BlocksCacheKey(peer_id, self.INBOX)
-        src, dst = lists.src, lists.dst
-        self.dist.cache_manager.push_blocks(key, self.outbox, src, dst, deadline_s=TRANSFER_TIMEOUT_S)  # type: ignore[arg-type]
+        The signatures want sequences of int; arrays are what callers with long lists hand over.
+        """
+        box = self.OUTBOX if op == PULL else self.INBOX
+        is_long = lists.num_blocks > _LONG_LIST
+        src: Any = lists.src if is_long else lists.src.tolist()
+        dst: Any = lists.dst if is_long else lists.dst.tolist()
+        manager = self.dist.cache_manager
+        move, cache = (manager.pull_blocks, self.inbox) if op == PULL else (manager.push_blocks, self.outbox)
+        return functools.partial(move, BlocksCacheKey(peer_id, box), cache, src, dst, deadline_s=TRANSFER_TIMEOUT_S)
 
     def _drop_caches(self) -> None:
         manager = self.dist.cache_manager
@@ -171,11 +180,12 @@ def view(cache: Cache) -> Blocks:
     return cache.numpy()[0]
 
 
-def _config(backend: str, pool_bytes: int, listen: bool) -> LLMConfig:
+def _config(backend: str, pool: Mapping[str, Any], listen: bool, options: Mapping[str, Any]) -> LLMConfig:
     config = LLMConfig()
     config.transfer_backend = backend
     config.enable_cache_manager = True
-    config.host_mem_pool_cfg = f'{{"memory_size": {pool_bytes}}}'
+    config.global_resource_config = json.dumps({backend: dict(options)} if options else {})
+    config.host_mem_pool_cfg = json.dumps(pool)
     if listen:
         config.listen_ip_info = f"{HOST}:0"
     return config

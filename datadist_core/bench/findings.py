@@ -7,7 +7,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ import numpy as np
 from ..checks import HostPort
 from ..testing.remote import RemoteObject
 from .blocks import MAX_BLOCKS, BlockLists, make_lists
-from .contenders import BackendContender
+from .contenders import ONE_THREAD, BackendContender
 from .contract import PULL, Contender
 from .ends import ANSWER_TIMEOUT_S
 from .field import Field, Progress
@@ -24,8 +24,9 @@ from .footprint import Crowd, Footprint, Hub
 from .references import copy_kernel, kernel_is_native
 from .results import BlockMemory, Findings, LinkMemory, OutsideCopy, OwnerCpu, SingleCopy, median_ratio
 
-_MAPPED_NAMES = ("auto", "shm")
+_ONE_THREAD_NAMES = (ONE_THREAD,)
 """Ours whose copy is the one that the references make."""
+_MAPPED_NAMES = ("auto", "shm", ONE_THREAD)
 _SMALL_BLOCK_BYTES, _BLOCK_BYTES, _TINY_BLOCK_BYTES = 4096, 65536, 64
 _MILLION = 1_000_000
 _NUM_LINKS = 8
@@ -59,7 +60,7 @@ def _find_used(field: Field, found: Findings) -> None:
 def _find_outside_copy(field: Field, found: Findings, total_bytes: int, seconds: float) -> None:
     """`pull_blocks` in turns with the bare copy of the same lists, whose addresses were made before."""
     lists = make_lists("random", _SMALL_BLOCK_BYTES, min(total_bytes, MAX_BLOCKS * _SMALL_BLOCK_BYTES))
-    for duel in _duels(field, lists, lists, seconds):
+    for duel in _duels(field, _ONE_THREAD_NAMES, lists, lists, seconds):
         share = statistics.median(1 - copy / pull for pull, copy in zip(duel.pull_s, duel.copy_s, strict=True))
         pull_ms, copy_ms = 1e3 * statistics.median(duel.pull_s), 1e3 * statistics.median(duel.copy_s)
         found.outside_copy.append(OutsideCopy(duel.name, lists.num_blocks, lists.block_bytes, pull_ms, copy_ms, share))
@@ -69,7 +70,7 @@ def _find_single_copy(field: Field, found: Findings, total_bytes: int, seconds: 
     """A contiguous run of blocks in turns with one range of as many bytes."""
     lists = make_lists("contiguous", _BLOCK_BYTES, total_bytes)
     single = BlockLists(lists.num_bytes, 2, np.array([0]), np.array([1]))
-    for duel in _duels(field, lists, single, seconds):
+    for duel in _duels(field, _MAPPED_NAMES, lists, single, seconds):
         speed, copy_speed = (lists.num_bytes / statistics.median(times) / 1e9 for times in (duel.pull_s, duel.copy_s))
         ratio = median_ratio(duel.copy_s, duel.pull_s)
         found.single_copy.append(SingleCopy(duel.name, speed, duel.copy, copy_speed, ratio))
@@ -85,9 +86,9 @@ class _Duel:
     copy_s: list[float]
 
 
-def _duels(field: Field, pulled: BlockLists, copied: BlockLists, seconds: float) -> list[_Duel]:
+def _duels(field: Field, names: Sequence[str], pulled: BlockLists, copied: BlockLists, seconds: float) -> list[_Duel]:
     """All of ours that copy, in turns with the references. `copied` lies in memory prepared for `pulled`."""
-    ours, copies = field.contenders(*_MAPPED_NAMES), field.contenders("stream", "memcpy")
+    ours, copies = field.contenders(*names), field.contenders("stream", "memcpy")
     samplers: dict[str, Callable[[], list[float]]] = {}
     for contender, lists in [*((c, pulled) for c in ours), *((c, copied) for c in copies)]:
         _warm_up(field, contender, pulled)
@@ -97,7 +98,7 @@ def _duels(field: Field, pulled: BlockLists, copied: BlockLists, seconds: float)
     if not references:
         return []
     best = min(references, key=lambda name: statistics.median(times[name]))
-    return [_Duel(name, times[name], best, times[best]) for name in _MAPPED_NAMES if name in times]
+    return [_Duel(name, times[name], best, times[best]) for name in names if name in times]
 
 
 def _warm_up(field: Field, contender: Contender, lists: BlockLists) -> None:

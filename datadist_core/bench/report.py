@@ -37,9 +37,9 @@ def to_json(results: Results) -> dict[str, Any]:
 def write_report(results: Results) -> None:
     """On standard output."""
     for table in [*_throughput_tables(results), *_other_tables(results)]:
-        _write_table(table)
+        write_table(table)
     sys.stdout.write("\n".join([*_facts(results), "", ""]))
-    _write_table(_bars_table(check_bars(results)))
+    write_table(bars_table(check_bars(results)))
 
 
 def plain_table(title: str, columns: list[str], rows: list[list[str]]) -> str:
@@ -101,7 +101,7 @@ def _other_tables(results: Results) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def _bars_table(bars: Iterable[Bar]) -> Table:
+def bars_table(bars: Iterable[Bar]) -> Table:
     return Table(
         "Bars",
         ["", "bar", "needed", "found"],
@@ -109,7 +109,7 @@ def _bars_table(bars: Iterable[Bar]) -> Table:
     )
 
 
-def _write_table(table: Table) -> None:
+def write_table(table: Table) -> None:
     try:
         rich_console = importlib.import_module("rich.console")
         rich_table = importlib.import_module("rich.table")

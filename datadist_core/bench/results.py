@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-YARDSTICKS = ("stream", "memcpy", "socket", "nixl", "nixl-tcp", "mooncake")
+YARDSTICKS = ("stream", "memcpy", "socket", "nixl", "nixl-default", "nixl-tcp", "mooncake")
 
 
 @dataclass(frozen=True, slots=True)

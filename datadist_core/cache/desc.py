@@ -178,7 +178,7 @@ class _Key:
     @property
     def cluster_id(self) -> int:
         """The cluster that owns the cache: uint64."""
-        return self._get("cluster_id")
+        return self._values[0]  # of every kind of key
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self._values == other._values

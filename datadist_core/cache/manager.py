@@ -11,21 +11,22 @@ more at the end that serves them, because a peer is not trusted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from ..checks import check_type
-from ..errors import ParamInvalid, TimedOut
+from ..errors import ParamInvalid
 from ..link.manager import LinkManager
 from ..memory.pool import PoolStats
 from ..settings import Settings
 from ..transfer.engine import TransferEngine
-from ..types import Deadline, Memtype, Placement
+from ..transfer.plan import Op
+from ..types import Memtype, Placement
 from .args import (
     DEFAULT_TENSORS_PER_LAYER,
     WHOLE_ENTRY,
     block_items,
     check_equally_long,
     check_size,
-    deadline_arg,
     layers_arg,
 )
 from .cache import Cache, cache_tensors
@@ -33,8 +34,10 @@ from .desc import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, Mem
 from .keeper import CacheKeeper
 from .layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from .local_copy import LocalCopier, check_contiguous
-from .mover import Mover, Planner, TransferReport, check_managed, check_movable_blocks
+from .mover import Mover, check_managed, check_movable_blocks
 from .planners import blocks_planner, entries_planner, slices_arg
+from .report import TransferReport
+from .routes import signature_of
 from .rules import RemoteKey, Rules
 from .sending import Sending, block_lists, start_sending
 from .store import CacheStore
@@ -64,7 +67,7 @@ class CacheManager:
         self._store = store
         self._table = table
         self.keeper = CacheKeeper(cluster_id, rules, store, table, links)
-        self._mover = Mover(engine, table, links)
+        self._mover = Mover(engine, table, links, rules)
         self._copier = LocalCopier(table)
 
     def is_initialized(self) -> bool:
@@ -228,7 +231,7 @@ class CacheManager:
         local_layers = layers_arg("dst_layer_range", dst_layer_range, tensor_num_per_layer)
         remote_layers = layers_arg("src_layer_range", src_layer_range, tensor_num_per_layer)
         plan = entries_planner("cache_key", "batch_index", batch_index, local_layers, remote_layers, size)
-        return self._pull("cache_key", cache_key, cache, plan)
+        return self._rules.in_time(None, partial(self._mover.pull, "cache_key", cache_key, cache, plan, None))
 
     def push_cache(
         self,
@@ -254,7 +257,7 @@ class CacheManager:
         local_layers = layers_arg("src_layer_range", src_layer_range, tensor_num_per_layer)
         remote_layers = layers_arg("dst_layer_range", dst_layer_range, tensor_num_per_layer)
         plan = entries_planner("dst_cache_key", "src_batch_index", src_batch_index, local_layers, remote_layers, size)
-        return self._push(dst_cache_key, src_cache, plan)
+        return self._rules.in_time(None, partial(self._mover.push, dst_cache_key, src_cache, plan, None))
 
     # -- moving blocks
 
@@ -286,6 +289,11 @@ class CacheManager:
         """
         self._rules.check_open()
         self._rules.check_may_pull()
+        layers = dst_layer_range, src_layer_range, tensor_num_per_layer
+        way = signature_of(Op.READ, src_cache_key, dst_cache, *layers, slices)
+        report = self._mover.routes.again(way, src_cache_key, dst_blocks, src_blocks, deadline_s)
+        if report is not None:
+            return report
         check_type("src_cache_key", src_cache_key, CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey)
         self._rules.check_pull_key(src_cache_key)
         check_type("dst_cache", dst_cache, Cache)
@@ -296,8 +304,12 @@ class CacheManager:
         remote = block_items("src_blocks", src_blocks, may_be_empty=True)
         if len(remote):
             check_equally_long("dst_blocks", local, "src_blocks", remote)
+        else:
+            way = None  # from a contiguous cache
         plan = blocks_planner("src_cache_key", local_layers, remote_layers, local, remote, slices_arg(slices))
-        return self._pull("src_cache_key", src_cache_key, dst_cache, plan, deadline_s)
+        return self._rules.in_time(
+            deadline_s, partial(self._mover.pull, "src_cache_key", src_cache_key, dst_cache, plan, way)
+        )
 
     def push_blocks(
         self,
@@ -318,6 +330,11 @@ class CacheManager:
         """
         self._rules.check_open()
         self._rules.check_may_push()
+        layers = src_layer_range, dst_layer_range, tensor_num_per_layer
+        way = signature_of(Op.WRITE, dst_cache_key, src_cache, *layers, slices)
+        report = self._mover.routes.again(way, dst_cache_key, src_blocks, dst_blocks, deadline_s)
+        if report is not None:
+            return report
         check_type("dst_cache_key", dst_cache_key, BlocksCacheKey)
         check_type("src_cache", src_cache, Cache)
         check_movable_blocks("src_cache", src_cache, "push_cache")
@@ -326,7 +343,7 @@ class CacheManager:
         local, remote = block_items("src_blocks", src_blocks), block_items("dst_blocks", dst_blocks)
         check_equally_long("src_blocks", local, "dst_blocks", remote)
         plan = blocks_planner("dst_cache_key", local_layers, remote_layers, local, remote, slices_arg(slices))
-        return self._push(dst_cache_key, src_cache, plan, deadline_s)
+        return self._rules.in_time(deadline_s, partial(self._mover.push, dst_cache_key, src_cache, plan, way))
 
     def transfer_cache_async(
         self,
@@ -422,25 +439,6 @@ class CacheManager:
         check_type("dst_cache", dst_cache, Cache)
         check_type("src_to_dst", src_to_dst, dict)
         self._copier.swap_blocks(src_cache, dst_cache, src_to_dst)
-
-    # -- inside
-
-    def _pull(
-        self, name: str, key: RemoteKey, cache: Cache, plan: Planner, deadline_s: float | None = None
-    ) -> TransferReport:
-        try:
-            return self._mover.pull(name, key, cache, plan, self._deadline(deadline_s))
-        except TimedOut as error:
-            raise self._rules.timed_out(error) from error
-
-    def _push(self, key: RemoteKey, cache: Cache, plan: Planner, deadline_s: float | None = None) -> TransferReport:
-        try:
-            return self._mover.push(key, cache, plan, self._deadline(deadline_s))
-        except TimedOut as error:
-            raise self._rules.timed_out(error) from error
-
-    def _deadline(self, deadline_s: float | None) -> Deadline:
-        return deadline_arg(deadline_s, self._settings.sync_kv_timeout_s)
 
 
 KvCacheManager = CacheManager

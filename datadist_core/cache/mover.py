@@ -27,28 +27,15 @@ from .desc import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from .keeper import check_one_id
 from .local_copy import check_blocks
 from .plans import Moves
-from .rules import RemoteKey
+from .report import TransferReport
+from .routes import Leg, Route, Routes, Signature
+from .rules import RemoteKey, Rules
 from .table import CacheEntry, CacheTable
 
 logger = logging.getLogger(__name__)
 
 #: After a pull by CacheKey the owner is told so; the data is here then, whatever becomes of the message.
 CONSUME_TIMEOUT_S = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class TransferReport:
-    """What a finished pull or push did. (An extension.)
-
-    Attributes:
-        num_bytes: what was moved, over all tensors.
-        backend: what moved it; several with "+" between them.
-        seconds: how long the call took.
-    """
-
-    num_bytes: int
-    backend: str
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +63,36 @@ Planner = Callable[[Met], Moves]
 class Mover:
     """Thread-safe."""
 
-    def __init__(self, engine: TransferEngine, table: CacheTable, links: LinkManager) -> None:
+    def __init__(self, engine: TransferEngine, table: CacheTable, links: LinkManager, rules: Rules) -> None:
         self._engine = engine
         self._table = table
         self._links = links
+        #: The short way of transfers like one before.
+        self.routes = Routes(engine, table, links, rules)
 
-    def pull(self, name: str, key: RemoteKey, cache: Cache, plan: Planner, deadline: Deadline) -> TransferReport:
-        """Into `cache`. A CacheKey (`name` in errors) has served its purpose afterwards: its owner drops it."""
+    def pull(
+        self,
+        name: str,
+        key: RemoteKey,
+        cache: Cache,
+        plan: Planner,
+        way: Signature | None,
+        deadline: Deadline,
+    ) -> TransferReport:
+        """Into `cache`. A CacheKey (`name` in errors) has served its purpose afterwards: its owner drops it.
+
+        Args:
+            way: of the call, if one like it may go the short way next time.
+        """
         if isinstance(key, CacheKey):
             check_one_id(name, key)
-        return self._transfer(Op.READ, key, cache, plan, deadline)
+        return self._transfer(Op.READ, key, cache, plan, way, deadline)
 
-    def push(self, key: RemoteKey, cache: Cache, plan: Planner, deadline: Deadline) -> TransferReport:
+    def push(
+        self, key: RemoteKey, cache: Cache, plan: Planner, way: Signature | None, deadline: Deadline
+    ) -> TransferReport:
         """Out of `cache`."""
-        return self._transfer(Op.WRITE, key, cache, plan, deadline)
+        return self._transfer(Op.WRITE, key, cache, plan, way, deadline)
 
     def link(self, cluster_id: int) -> Link:
         return self._links.get(cluster_id)
@@ -107,19 +110,35 @@ class Mover:
         num_bytes = sum(batch.num_bytes for _, batch in batches)
         return Ran(num_bytes, "+".join(backend.name for backend, _ in batches))
 
-    def _transfer(self, op: Op, key: RemoteKey, cache: Cache, plan: Planner, deadline: Deadline) -> TransferReport:
+    def _transfer(
+        self, op: Op, key: RemoteKey, cache: Cache, plan: Planner, way: Signature | None, deadline: Deadline
+    ) -> TransferReport:
         started_s = time.perf_counter()
         link = self._links.get(key.cluster_id)
         with link.transferring(), self._table.pinned(cache.cache_id) as local:
             query = lookup_of(key)
             with using(link, query, deadline) as remote:
                 met = Met(link, local, remote.cache, remote.batch_index)
-                ran = self.run(link, op, plan(met), remote.cache.backend_of, deadline)
+                moves = plan(met)
+                ran = self.run(link, op, moves, remote.cache.backend_of, deadline)
+                if way is not None:
+                    self._keep_route(way, op, met, moves)
             report = TransferReport(ran.num_bytes, ran.backend, time.perf_counter() - started_s)
             if op is Op.READ and isinstance(key, CacheKey):
                 # Not held any more: the owner may free the cache before it answers, and would wait for us.
                 self._consume(link, key, query, remote.cache.cache_id)
             return report
+
+    def _keep_route(self, way: Signature, op: Op, met: Met, moves: Moves) -> None:
+        try:
+            legs = tuple(
+                Leg(backend, pairs, backend.prepare(met.link.link_id, pairs, moves.slices))
+                for backend, pairs in _by_backend(moves, met.remote.backend_of).items()
+            )
+        except LLMException as error:  # such as a link that is on its way down; the transfer was a success
+            logger.debug("no short way to cluster %d for now: %s", met.link.peer.cluster_id, error)
+            return
+        self.routes.keep(way, Route(op, met.link, met.local, met.remote, moves.slices, legs))
 
     def _consume(self, link: Link, key: CacheKey, query: Lookup, cache_id: int) -> None:
         try:

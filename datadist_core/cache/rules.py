@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from ..errors import ClosedError, FeatureNotEnabled, ParamInvalid, TimedOut
 from ..settings import Settings
-from ..types import LLMRole, LLMStatusCode
+from ..types import Deadline, LLMRole, LLMStatusCode
+from .args import deadline_arg
 from .desc import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 
+T = TypeVar("T")
 RemoteKey = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
 
 
@@ -19,15 +22,12 @@ class Rules:
     def __init__(self, settings: Settings, role: Callable[[], LLMRole], check_open: Callable[[], None]) -> None:
         self._settings = settings
         self._role = role
-        self._check_open = check_open
-
-    def check_open(self) -> None:
-        """ClosedError after `finalize`."""
-        self._check_open()
+        #: ClosedError after `finalize`.
+        self.check_open = check_open
 
     def is_open(self) -> bool:
         try:
-            self._check_open()
+            self.check_open()
         except ClosedError:
             return False
         return True
@@ -52,6 +52,17 @@ class Rules:
     def check_address_configs_allowed(self) -> None:
         if self._settings.remote_cache_accessible:
             raise ParamInvalid("transfer_configs: with enable_remote_cache_accessible use TransferWithCacheKeyConfig")
+
+    def in_time(self, deadline_s: float | None, move: Callable[[Deadline], T]) -> T:
+        """What `move` returns, given its deadline; a TimedOut of it has the status code of this generation."""
+        try:
+            return move(self.deadline(deadline_s))
+        except TimedOut as error:
+            raise self.timed_out(error) from error
+
+    def deadline(self, deadline_s: float | None) -> Deadline:
+        """So long from now, or `sync_kv_timeout`. TimedOut if that is no time at all."""
+        return deadline_arg(deadline_s, self._settings.sync_kv_timeout_s)
 
     def timed_out(self, error: TimedOut) -> TimedOut:
         """The same error with the status code of this generation."""

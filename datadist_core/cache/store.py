@@ -51,6 +51,7 @@ class CacheStore:
                 pool.page_shift,
                 out_of_memory_code=code,
                 size_option=f"{_POOL_OPTION[placement]} memory_size",
+                huge_pages=pool.huge_pages,
             )
             for placement, pool in settings.pools.items()
         }

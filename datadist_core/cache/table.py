@@ -163,6 +163,14 @@ class CacheTable:
         missing = f"cache_id={cache_id} does not exist here (never allocated or registered, or freed)"
         return self._pin(lambda: self._by_id.get(cache_id), missing)
 
+    def pin_held(self, entry: CacheEntry) -> bool:
+        """Use a cache until `unpin`, if its id still stands for it."""
+        with self._lock:
+            if not entry.held_by_id:
+                return False
+            entry.num_pins += 1
+            return True
+
     def unpin(self, entry: CacheEntry) -> None:
         self._unpin(entry)
 

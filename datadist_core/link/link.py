@@ -35,6 +35,7 @@ from ..wire import messages as m
 from ..wire.channel import Channel
 from .answers import Answers, CacheService
 from .peer_caches import PeerCaches
+from .remote import RemoteCache
 from .state import LinkMachine, LinkState
 
 logger = logging.getLogger(__name__)
@@ -105,13 +106,15 @@ class Link:
         self.peer_caches = PeerCaches(self)
         self.answers = Answers(self, services)
         self._services = services
-        self._lock = threading.Lock()
+        #: Also guards the uses of the peer's caches.
+        self.lock = threading.Lock()
         self._machine = LinkMachine(dialling)
         self._request_ids = itertools.count(1)
         self._pending: dict[int, Future[m.AnyMessage]] = {}
         self._steps: dict[type, Future[m.AnyMessage]] = {}
-        self._idle = threading.Condition(self._lock)
+        self._idle = threading.Condition(self.lock)
         self._num_transfers = 0
+        self._num_awaiting_idle = 0
         self._down_error: LLMException | None = None
         #: Set once the link is usable at this end; what the peer asks for earlier waits for it.
         self.established = threading.Event()
@@ -143,28 +146,28 @@ class Link:
 
     def send(self, message: m.AnyMessage) -> None:
         """Send if the state allows it. Raises what ended the link, or ProtocolError."""
-        with self._lock:
+        with self.lock:
             self._raise_if_down()
             self._machine.sending(message)
             self.channel.send(message)
 
     def expect(self, kind: type) -> Future[m.AnyMessage]:
         """A future for the next handshake message of `kind` (or the error that ends the link)."""
-        with self._lock:
+        with self.lock:
             return self._step(kind)
 
     def request(self, make: Callable[[int], m.AnyMessage], deadline: Deadline) -> m.AnyMessage:
         """Send a request and wait for its answer. Raises RemoteError (or a finer class), PeerLost, TimedOut."""
         request_id = next(self._request_ids)
         future: Future[m.AnyMessage] = Future()
-        with self._lock:
+        with self.lock:
             self._raise_if_not_up()
             self._pending[request_id] = future
         try:
             self.send(make(request_id))
             answer = wait_for(future, deadline, "the peer did not answer in time")
         finally:
-            with self._lock:
+            with self.lock:
                 self._pending.pop(request_id, None)
         if isinstance(answer, m.Failure):
             raise _remote_failure(answer)
@@ -180,7 +183,7 @@ class Link:
     @contextmanager
     def transferring(self) -> Iterator[None]:
         """Around a transfer: unlinking waits for it. NotYetLinked unless it is up, LinkBusy while it is unlinked."""
-        with self._lock:
+        with self.lock:
             self._raise_if_not_up()
             if self.parting:
                 raise LinkBusy(f"the link to cluster {self.peer.cluster_id} is being unlinked")
@@ -188,14 +191,36 @@ class Link:
         try:
             yield
         finally:
-            with self._lock:
-                self._num_transfers -= 1
-                self._idle.notify_all()
+            with self.lock:
+                self._end_transfer()
+
+    def begin_transfer_with(self, remote: RemoteCache) -> bool:
+        """`transferring` and `remote.hold` in one: until `end_transfer_with`. False where one of them raises."""
+        with self.lock:
+            if self._machine.state is not LinkState.UP or self.parting or not remote.begin_use_locked():
+                return False
+            self._num_transfers += 1
+            return True
+
+    def end_transfer_with(self, remote: RemoteCache) -> None:
+        with self.lock:
+            remote.end_use_locked()
+            self._end_transfer()
+
+    def _end_transfer(self) -> None:
+        """With the lock held."""
+        self._num_transfers -= 1
+        if self._num_awaiting_idle:
+            self._idle.notify_all()
 
     def wait_idle(self, deadline: Deadline) -> bool:
         """Wait until no transfer of ours is running on this link."""
-        with self._lock:
-            return self._idle.wait_for(lambda: self._num_transfers == 0, deadline.timeout())
+        with self.lock:
+            self._num_awaiting_idle += 1
+            try:
+                return self._idle.wait_for(lambda: self._num_transfers == 0, deadline.timeout())
+            finally:
+                self._num_awaiting_idle -= 1
 
     def close(self, reason: LLMException | None = None) -> None:
         """Drop the connection; what waits on this link ends with `reason`."""
@@ -204,7 +229,7 @@ class Link:
     # -- receiving (control loop's thread)
 
     def _on_message(self, message: m.AnyMessage) -> None:
-        with self._lock:
+        with self.lock:
             if self._machine.state is LinkState.DOWN:
                 return  # both ends parted at once, and this was still under way
             self._machine.received(message)
@@ -212,7 +237,7 @@ class Link:
         if handler is not None:
             handler(self, message)
             return
-        with self._lock:
+        with self.lock:
             future = self._step(type(message))
         if not future.done():
             future.set_result(message)
@@ -224,7 +249,7 @@ class Link:
         self._learn(message, message.caches)
 
     def _learn(self, message: m.Found | m.Located, infos: Sequence[m.CacheInfo]) -> None:
-        with self._lock:
+        with self.lock:
             if message.request_id not in self._pending:
                 return  # nobody asked, or nobody waits any more
         try:
@@ -238,7 +263,7 @@ class Link:
         self._answer(message.request_id, message)
 
     def _answer(self, request_id: int, message: m.AnyMessage) -> None:
-        with self._lock:
+        with self.lock:
             future = self._pending.get(request_id)
         if future is not None and not future.done():  # else it was too late; nobody waits any more
             future.set_result(message)
@@ -258,7 +283,7 @@ class Link:
     # -- the end
 
     def _on_closed(self, error: LLMException) -> None:
-        with self._lock:
+        with self.lock:
             self._machine.broken()
             self._down_error = error
             waiting = [*self._pending.values(), *self._steps.values()]

@@ -109,6 +109,10 @@ class LinkManager:
             )
         return link
 
+    def peek(self, cluster_id: int) -> Link | None:
+        """The link, in whatever state; None if there is none."""
+        return self._links.get(cluster_id)
+
     def links(self) -> list[Link]:
         """All that have not ended."""
         with self._lock:

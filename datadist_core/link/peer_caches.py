@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -40,6 +40,8 @@ class PeerCaches:
         #: Revoked, but with transfers that have not ended.
         self._leaving: set[RemoteCache] = set()
         self._keyed: dict[m.Lookup, KeyedCache] = {}
+        #: What the layer above has worked out about these caches; forgotten when the peer frees one.
+        self.routes: dict[Any, Any] = {}
 
     def find(self, query: m.Lookup, deadline: Deadline) -> KeyedCache:
         """The peer's cache for a query (`request_id` 0), from what we know or by asking.
@@ -78,7 +80,7 @@ class PeerCaches:
     def learn(self, infos: Sequence[m.CacheInfo]) -> None:
         """The peer has told us of caches. Called as its message arrives, so that a Revoke right behind it finds
         them. Raises ParamInvalid if a description is not sound."""
-        told = [RemoteCache(info) for info in infos]
+        told = [RemoteCache(info, self._link.lock) for info in infos]
         with self._lock:
             for remote in told:
                 self._caches.setdefault(remote.cache_id, remote)
@@ -87,6 +89,7 @@ class PeerCaches:
         """The peer frees a cache: start nothing new on it. `await_end` comes next. None if we do not know it."""
         with self._lock:
             remote = self._caches.pop(cache_id, None)
+            self.routes.clear()
             self._keyed = {k: v for k, v in self._keyed.items() if v.cache.cache_id != cache_id}
             if remote is not None:
                 self._leaving.add(remote)

@@ -22,15 +22,19 @@ class RemoteCache:
     """A peer's cache. ParamInvalid if what the peer says of it is no sound layout.
 
     `backend_of` says, per region of it, which backend reaches that region.
+
+    Args:
+        lock: guards its uses; the link's, so that a transfer can begin with one lock for both.
     """
 
-    def __init__(self, info: CacheInfo) -> None:
+    def __init__(self, info: CacheInfo, lock: threading.Lock | None = None) -> None:
         self.info = info
         region_bytes = {region.region_id: region.size_bytes for region in info.regions}
         grids = tuple(grid_of(g, region_bytes.get(g.region_id, 0)) for g in info.grids)
         self.layout = _layout_of(info, grids)
         self.backend_of: dict[int, Backend] = {}
-        self._idle = threading.Condition()
+        self._lock = lock or threading.Lock()
+        self._idle = threading.Condition(self._lock)
         self._num_uses = 0
         self._revoked = False
 
@@ -47,16 +51,27 @@ class RemoteCache:
 
         CacheNotExist if it is revoked already.
         """
-        with self._idle:
-            if self._revoked:
+        with self._lock:
+            if not self.begin_use_locked():
                 raise CacheNotExist(f"cache {self.cache_id} was freed by its owner")
-            self._num_uses += 1
         return RemoteUse(self)
 
-    def _end_use(self) -> None:
-        with self._idle:
-            self._num_uses -= 1
+    def begin_use_locked(self) -> bool:
+        """With the lock held: as `hold`, but ended by `end_use_locked`, and False where that raises."""
+        if self._revoked:
+            return False
+        self._num_uses += 1
+        return True
+
+    def end_use_locked(self) -> None:
+        """With the lock held."""
+        self._num_uses -= 1
+        if self._revoked:
             self._idle.notify_all()
+
+    def end_use(self) -> None:
+        with self._lock:
+            self.end_use_locked()
 
     def revoke(self, deadline: Deadline) -> bool:
         """Allow no new use, then wait for the running ones. False if one is still running at the deadline."""
@@ -77,7 +92,7 @@ class RemoteUse:
         """End it. Idempotent."""
         cache, self._cache = self._cache, None
         if cache is not None:
-            cache._end_use()
+            cache.end_use()
 
     def __enter__(self) -> RemoteUse:
         return self

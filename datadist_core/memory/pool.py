@@ -26,7 +26,7 @@ from sortedcontainers import SortedDict, SortedList
 
 from ..errors import ClosedError, OutOfMemory, ParamInvalid
 from ..types import LLMStatusCode, Placement
-from ._mapping import PoolMapping
+from ._mapping import PoolMapping, huge_page_bytes
 from .region import Region, SharedMapping
 
 # Below this, giving memory back costs more system calls than it is worth.
@@ -73,6 +73,7 @@ class MemoryPool:
         page_shift: 10..30; allocations are aligned to, and rounded up to, `1 << page_shift` bytes.
         out_of_memory_code: status code of the OutOfMemory that `allocate` raises.
         size_option: the option that a user would raise to get a larger pool; only for messages.
+        huge_pages: lie in the system's huge pages, all reserved at once and never given back before the end.
 
     Raises:
         ParamInvalid: a size that cannot work.
@@ -90,14 +91,15 @@ class MemoryPool:
         page_shift: int = 16,
         out_of_memory_code: LLMStatusCode = LLMStatusCode.LLM_OUT_OF_MEMORY,
         size_option: str = "memory_size",
+        huge_pages: bool = False,
     ) -> None:
         _check_sizes(size_bytes, page_shift)
         self._page_bytes = 1 << page_shift
         self._out_of_memory_code = out_of_memory_code
         self._size_option = size_option
-        align_bytes = max(self._page_bytes, mmap.PAGESIZE)
+        align_bytes = max(self._page_bytes, huge_page_bytes() if huge_pages else mmap.PAGESIZE)
         total = -(-size_bytes // align_bytes) * align_bytes
-        self._mapping = _map(total, align_bytes, size_option, out_of_memory_code)
+        self._mapping = _map(total, align_bytes, huge_pages, size_option, out_of_memory_code)
         shared = SharedMapping(self._mapping.fd, 0)
         self._region = Region(region_id, self._mapping.address, total, placement, self._mapping, shared)
         self._lock = threading.Lock()
@@ -317,11 +319,15 @@ def _join(left: _FreeRange, right: _FreeRange) -> _FreeRange:
     return _FreeRange(left.offset_bytes, left.size_bytes + right.size_bytes, left.touched_bytes + right.touched_bytes)
 
 
-def _map(size_bytes: int, align_bytes: int, size_option: str, code: LLMStatusCode) -> PoolMapping:
+def _map(size_bytes: int, align_bytes: int, huge_pages: bool, size_option: str, code: LLMStatusCode) -> PoolMapping:
     try:
-        return PoolMapping(size_bytes, align_bytes)
+        return PoolMapping(size_bytes, align_bytes, huge_pages)
     except OutOfMemory as error:
-        raise OutOfMemory(f"{size_option}: {error}; ask for less", code) from error
+        remedy = "ask for less"
+        if huge_pages:
+            num_pages = size_bytes // huge_page_bytes()
+            remedy = f"huge_pages takes {num_pages} free huge pages: raise vm.nr_hugepages, or leave huge_pages out"
+        raise OutOfMemory(f"{size_option}: {error}; {remedy}", code) from error
 
 
 def _check_sizes(size_bytes: int, page_shift: int) -> None:

@@ -33,6 +33,7 @@ class SuiteBase:
         in_process: two ends in one process can be linked.
         two_processes: two ends in two processes of this host can be linked.
         serves_grids: whoever owns the memory looks up every grid a peer names. What `capabilities` implies if None.
+        stopped_peers_go_on: a process that was stopped in mid-transfer is sound when it goes on. If not, it is killed.
         may_be_unavailable: skip, naming the reason, where the backend says Unreachable on opening or linking.
     """
 
@@ -41,6 +42,7 @@ class SuiteBase:
     in_process: ClassVar[bool] = True
     two_processes: ClassVar[bool] = True
     serves_grids: ClassVar[bool | None] = None
+    stopped_peers_go_on: ClassVar[bool] = True
     may_be_unavailable: ClassVar[bool] = False
 
     def make_backend(self) -> Backend:

@@ -67,6 +67,8 @@ class ProcessSuite(SuiteBase):
             _end(pair, ending, submitted)
             for batch_id in submitted:
                 pair.a.log.wait(batch_id)
+            if not self.stopped_peers_go_on:
+                pair.b.kill()
 
     def test_killed_peers_leave_nothing_behind(self) -> None:
         if not self.two_processes:

@@ -14,11 +14,20 @@ from __future__ import annotations
 from ._suite_bytes import BytesSuite
 from ._suite_completions import CompletionSuite
 from ._suite_links import LinkSuite
+from ._suite_prepared import PreparedSuite
 from ._suite_processes import ProcessSuite
 from ._suite_serving import ServingSuite
 
-__all__ = ["BackendConformance", "BytesSuite", "CompletionSuite", "LinkSuite", "ProcessSuite", "ServingSuite"]
+__all__ = [
+    "BackendConformance",
+    "BytesSuite",
+    "CompletionSuite",
+    "LinkSuite",
+    "PreparedSuite",
+    "ProcessSuite",
+    "ServingSuite",
+]
 
 
-class BackendConformance(BytesSuite, CompletionSuite, ServingSuite, LinkSuite, ProcessSuite):
+class BackendConformance(BytesSuite, CompletionSuite, ServingSuite, LinkSuite, PreparedSuite, ProcessSuite):
     """Subclass it as `Test...` and set `factory`; see `SuiteBase` for what else can be set."""

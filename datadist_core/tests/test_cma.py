@@ -531,7 +531,7 @@ class TestEndingATransfer:
         monkeypatch.setattr(_cma_link, "_PIECE_BYTES", 4096)
         pieces: list[int] = []
         end = {
-            "cancel": lambda: [pair.a.backend.cancel(key) for key in list(pair.a.backend._batches._open)],
+            "cancel": lambda: [pair.a.backend.cancel(key) for key in list(pair.a.backend._batches._by_id)],
             "disconnect": lambda: pair.a.disconnect(A_KNOWS_B_AS),
             "close": lambda: pair.a.backend.close(),
         }[end_by]

@@ -114,7 +114,7 @@ def test_what_options_mean():
     assert not Settings().v2
     assert Settings.from_options({"llm.EnableCacheManager": "1"}).v2
     assert Settings.from_options({"llm.LocalCommRes": ""}).v2
-    assert Settings.from_options({"llm.TransferBackend": "hixl"}).transfer_backend == "auto"
+    assert Settings.from_options({"llm.TransferBackend": "hixl"}) == Settings(transfer_backend="hixl")
 
 
 def test_unknown_keys_are_ignored_with_one_log_line(caplog: pytest.LogCaptureFixture):

@@ -37,7 +37,7 @@ TOOLS = {"bench", "testing"}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Stricter than their rank.
 NOT_FROM = {"wire": {"memory", "transfer"}, "_copy": {name for names in LAYERS[:2] for name in names} - {"_copy"}}
-FOR_BACKENDS = ("transfer.backend", "transfer.plan", "memory", "types", "errors", "_copy")
+FOR_BACKENDS = ("transfer.backend", "transfer.plan", "transfer.item_copy", "memory", "types", "errors", "_copy")
 SERIALISERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 

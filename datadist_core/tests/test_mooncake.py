@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ import datadist_core
 from datadist_core import BlocksCacheKey
 from datadist_core.backends import _mooncake_link
 from datadist_core.backends._mooncake_binding import environment, load
-from datadist_core.backends._mooncake_engine import Engine
+from datadist_core.backends._mooncake_engine import Engine, Initiator, Peer, interrupted_at
 from datadist_core.backends._mooncake_identity import NUM_SLOTS, Descriptor, decode_identity, prove, shows
 from datadist_core.backends._mooncake_link import PIECE_BYTES, PIECE_RANGES, Link, OpenBatch, cut
 from datadist_core.backends._mooncake_options import MooncakeOptions, address_of, parse_options
@@ -39,9 +40,11 @@ from datadist_core.testing.end import LocalEnd
 from datadist_core.testing.pair import A_KNOWS_B_AS, BackendPair
 from datadist_core.testing.parallel import WAIT_S, eventually, run_all
 from datadist_core.tests.core_ends import filled_cache, linked, manager, plain_cache
+from datadist_core.tests.optional import not_available
 from datadist_core.transfer.backend import CompletionStatus
 from datadist_core.transfer.plan import Batch, CopyList, Op, expand
 from datadist_core.transfer.registry import AUTO_ORDER, create_backend
+from datadist_core.types import Deadline
 
 FACTORY = "datadist_core.backends.mooncake:MooncakeBackend"
 ROOT = Path(datadist_core.__file__).parent.parent
@@ -52,11 +55,11 @@ both_ops = pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=["read", "writ
 
 @pytest.fixture
 def mooncake() -> None:
-    """Skips where the real Mooncake cannot be loaded."""
+    """Needs the real Mooncake."""
     try:
         load()
     except Unreachable as error:
-        pytest.skip(f"not available here: {error}")
+        not_available(error)
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     env = {key: value for key, value in os.environ.items() if not key.startswith("MC_")}
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=ROOT, env={**env, **environment}, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env={**env, **environment}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
 
@@ -154,13 +157,35 @@ def test_not_installed_is_said_with_the_remedy() -> None:
 
 def test_not_loadable_is_said_with_the_reason(tmp_path: Path) -> None:
     """A stand-in whose import fails like the real one's without the RDMA library."""
-    package = tmp_path / "mooncake"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "engine.py").write_text("raise ImportError('libibverbs.so.1: cannot open shared object file')")
+    make_unloadable(tmp_path)
     result = run_python(OPEN, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert "libibverbs.so.1" in result.stdout, result.stderr
     assert "libibverbs1" in result.stdout
+
+
+def make_unloadable(path: Path) -> None:
+    package = path / "mooncake"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "engine.py").write_text("raise ImportError('libibverbs.so.1: cannot open shared object file')")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("require_all", ["0", "1"])
+def test_suite_is_skipped_with_the_reason_unless_nothing_may_be(tmp_path: Path, require_all: str) -> None:
+    make_unloadable(tmp_path)
+    result = run_python(
+        """
+        import sys, pytest
+        row = "datadist_core/tests/test_backends.py::TestMooncake::test_wrong_token_is_refused"
+        own = "datadist_core/tests/test_mooncake.py::test_engine_tells_its_ports"
+        sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", row, own]))
+        """,
+        PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}",
+        DATADIST_REQUIRE_ALL=require_all,
+    )
+    assert "package libibverbs1" in result.stdout, result.stdout + result.stderr
+    assert ("2 skipped" in result.stdout, "2 errors" in result.stdout) == (require_all == "0", require_all == "1")
 
 
 @pytest.mark.slow
@@ -304,7 +329,7 @@ def test_nothing_moves_after_a_part_has_failed(child_pair: BackendPair[ChildEnd]
     ((region_id, described),) = link.regions._regions.items()
     # Such that the first item of the batch lies just behind the peer's region, and the others in it.
     shift = described.size_bytes - batch.pairs[0].remote.end_bytes + (1 << 20)
-    link.attach(region_id, Descriptor(described.address + shift, described.size_bytes))
+    link.regions.put(region_id, Descriptor(described.address + shift, described.size_bytes))
     completion = pair.a.transfer(batch)
     assert completion.status is CompletionStatus.FAILED
     assert isinstance(completion.error, RemoteError), completion
@@ -339,7 +364,8 @@ def test_batches_of_a_link_take_turns(child_pair: BackendPair[ChildEnd]) -> None
     small, large = pair.batch(Op.READ, mine, theirs, [1], [2]), big_batch(pair, Op.READ)
     link, ended = link_of(pair.a), list[int]()
     for batch_id, batch in enumerate((large, small)):
-        pieces = cut(expand(batch, {mine.region_id: pair.a.region.address}, link.addresses(batch)))
+        theirs_at = {region_id: described.address for region_id, described in link.regions.of(batch).items()}
+        pieces = cut(expand(batch, {mine.region_id: pair.a.region.address}, theirs_at))
         pieces.extend(list(pieces) * 20 if batch is large else [])
         link.submit(OpenBatch(batch_id, batch, lambda completion: ended.append(completion.batch_id), pieces, ()))
     assert eventually(lambda: len(ended) == 2)
@@ -390,6 +416,98 @@ def test_end_of_a_life_leaves_no_thread_of_mooncake(mooncake: None) -> None:
     before = len(os.listdir("/proc/self/task"))
     live()
     assert eventually(lambda: len(os.listdir("/proc/self/task")) <= before)
+
+
+# Interrupts
+
+
+def test_connections_that_were_shut_are_not_used_again(pair: BackendPair[LocalEnd]) -> None:
+    """Mooncake keeps connections, and would fail with the dead ones: an interrupt can come too late for its call."""
+    pair.link()
+    mine, theirs = pair.a.add_grid(4, 512), pair.b.add_grid(4, 512)
+    batch, link = pair.batch(Op.READ, mine, theirs, [1], [2]), link_of(pair.a)
+    (export,) = pair.b.exports()
+    for _ in range(3):
+        assert pair.a.transfer(batch).status is CompletionStatus.OK
+        link.peer.interrupt()
+        pair.a.backend.detach(A_KNOWS_B_AS, export.region_id)
+        pair.a.attach(A_KNOWS_B_AS, export, WAIT_S)
+        link.peer.interrupt()
+
+
+@both_ops
+def test_batch_outlives_an_interrupt_that_was_not_meant_for_it(child_pair: BackendPair[ChildEnd], op: Op) -> None:
+    pair, batch = child_pair, big_batch(child_pair, op)
+    link = link_of(pair.a)
+    pair.b.stop()
+    batch_id = pair.a.submit(batch)
+    assert eventually(lambda: is_moving(pair.a))
+    before = link.peer.num_interrupts()
+    assert eventually(lambda: [link.peer.interrupt()] and link.peer.num_interrupts() > before)
+    pair.b.resume()
+    assert pair.a.log.wait(batch_id).status is CompletionStatus.OK
+
+
+def test_interrupts_end_with_their_block() -> None:
+    """One that began in the block, and takes its time, ends before the block does."""
+    calls, go_on = list[str](), threading.Event()
+
+    class SlowPeer(Peer):
+        def interrupt(self) -> None:
+            calls.append("began")
+            go_on.wait(WAIT_S)
+            calls.append("ended")
+
+    with interrupted_at(Deadline.after(0.0), SlowPeer("127.0.0.1", 1, 2)):
+        assert eventually(lambda: bool(calls))
+        threading.Timer(0.05, go_on.set).start()
+    assert calls == ["began", "ended"]
+    assert not eventually(lambda: len(calls) > 2, LATE_S)
+
+
+def test_replaced_engine_ends_with_its_last_call() -> None:
+    """Those that are on it when it is replaced are not disturbed, and nobody waits for them."""
+    engines: list[StandInEngine] = []
+
+    def make() -> StandInEngine:
+        engines.append(StandInEngine())
+        return engines[-1]
+
+    initiator = Initiator(make, registers=False)  # type: ignore[arg-type]
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        slow, peer = Peer("127.0.0.1", 1, 0), Peer("127.0.0.1", server.getsockname()[1], 0)
+        engines[0].held.clear()
+        call = threading.Thread(target=initiator.move, args=(slow, Op.READ, NOTHING), name="datadist-test", daemon=True)
+        call.start()
+        assert engines[0].entered.wait(WAIT_S)
+        peer.interrupt()
+        assert initiator.move(peer, Op.READ, NOTHING)
+        assert [(engine.num_moves, engine.closed) for engine in engines] == [(1, False), (1, False)]
+        engines[0].held.set()
+        call.join(WAIT_S)
+        assert [engine.closed for engine in engines] == [True, False]
+        initiator.close()
+        assert [engine.closed for engine in engines] == [True, True]
+
+
+NOTHING = CopyList(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+
+
+class StandInEngine:
+    """An engine that moves nothing; `held` keeps its calls from returning."""
+
+    def __init__(self) -> None:
+        self.entered, self.held = threading.Event(), threading.Event()
+        self.held.set()
+        self.num_moves, self.closed = 0, False
+
+    def move(self, peer: Peer, op: Op, ranges: CopyList) -> bool:
+        self.num_moves += 1
+        self.entered.set()
+        return self.held.wait(WAIT_S)
+
+    def close(self) -> None:
+        self.closed = True
 
 
 # Engines and their sockets

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,10 @@ import pytest
 from datadist_core.backends import _nixl_agent
 from datadist_core.backends._nixl_agent import IndexedPiece, Piece
 from datadist_core.backends._nixl_link import Notes, decode_identity, encode_identity, make_note
-from datadist_core.backends._nixl_lists import MAX_PREPARED, PIECE_BYTES, PreparedLists, pieces_of
+from datadist_core.backends._nixl_lists import MAX_PREPARED, PIECE_BYTES, Plan, PreparedLists, make_plan
+from datadist_core.backends._nixl_mover import Mover
 from datadist_core.backends._nixl_options import UCX_SETTINGS, parse_options
+from datadist_core.backends._nixl_routes import MAX_ROUTES
 from datadist_core.backends.nixl import NixlBackend
 from datadist_core.errors import Cancelled, LLMException, ParamInvalid, ProtocolError, Unreachable
 from datadist_core.memory.grid import Grid
@@ -33,6 +36,7 @@ from datadist_core.testing.child import ChildEnd, ChildSetup
 from datadist_core.testing.end import WAIT_S, LocalEnd
 from datadist_core.testing.pair import A_KNOWS_B_AS, BackendPair, make_batch
 from datadist_core.testing.parallel import eventually, require_all
+from datadist_core.tests.optional import not_available
 from datadist_core.transfer.backend import BackendContext, CompletionStatus
 from datadist_core.transfer.plan import Batch, GridPair, Op, Slice, expand
 from datadist_core.transfer.registry import AUTO_ORDER, create_backend
@@ -42,12 +46,21 @@ FACTORY = "datadist_core.backends.nixl:NixlBackend"
 TCP: dict[str, Any] = {"ucx": {"TLS": "tcp"}}
 
 
+@pytest.fixture
+def nixl() -> None:
+    """Needs the real NIXL."""
+    try:
+        _nixl_agent._import_nixl()
+    except Unreachable as error:
+        not_available(error)
+
+
 @contextmanager
 def local_pair(options: dict[str, Any] | None = None) -> Iterator[BackendPair[LocalEnd]]:
     try:
         pair = BackendPair.in_process(NixlBackend, options=options)
     except Unreachable as error:
-        pytest.skip(f"not available here: {error}")
+        not_available(error)
     with pair:
         yield pair
 
@@ -57,7 +70,7 @@ def child_pair(options: dict[str, Any] | None = None, pool_bytes: int = 4 << 20)
     try:
         pair = BackendPair.two_processes(FACTORY, pool_bytes, options)
     except Unreachable as error:
-        pytest.skip(f"not available here: {error}")
+        not_available(error)
     with pair:
         yield pair
 
@@ -125,6 +138,38 @@ class TestImport:
         with pytest.raises(Unreachable, match=r'pip install "vllm-datadist\[nixl\]"'):
             NixlBackend().open(context())
 
+    @pytest.mark.parametrize(
+        ("built", "loaded", "torch", "chosen"),
+        [
+            (("nixl_cu12",), (), "2.9.0", "nixl_cu12"),
+            (("nixl_cu13", "nixl_cu12"), (), "2.9.0+cpu", "nixl_cu13"),
+            (("nixl_cu13", "nixl_cu12"), (), None, "nixl_cu13"),
+            (("nixl_cu13", "nixl_cu12"), (), "2.9.0", "nixl"),
+            (("nixl_cu13", "nixl_cu12"), ("nixl_cu12",), "2.9.0", "nixl_cu12"),
+            ((), (), None, "nixl"),
+        ],
+    )
+    def test_of_several_builds_one_is_chosen(
+        self,
+        built: tuple[str, ...],
+        loaded: tuple[str, ...],
+        torch: str | None,
+        chosen: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def version(name: str) -> str:
+            if torch is None:
+                raise PackageNotFoundError(name)
+            return torch
+
+        monkeypatch.setattr(_nixl_agent.importlib.util, "find_spec", lambda name: name if name in built else None)
+        monkeypatch.setattr(_nixl_agent.importlib.metadata, "version", version)
+        for name in _nixl_agent._BUILDS:
+            monkeypatch.delitem(sys.modules, f"{name}._bindings", raising=False)
+        for name in loaded:
+            monkeypatch.setitem(sys.modules, f"{name}._bindings", sys)
+        assert _nixl_agent._choose_package() == chosen
+
     def test_found_by_name_but_not_by_auto(self) -> None:
         assert isinstance(create_backend("nixl"), NixlBackend)
         assert "nixl" not in AUTO_ORDER
@@ -179,6 +224,10 @@ def bytes_moved(ranges: list[tuple[int, int, int]]) -> dict[int, int]:
 LOCAL, REMOTE = {1: 1 << 20}, {2: 1 << 30}
 
 
+def pieces_of(batch: Batch, lists: PreparedLists) -> Sequence[Piece]:
+    return make_plan(batch, lists, "peer", LOCAL, REMOTE).pieces(batch)
+
+
 def grids(num_items: int = 32, item_bytes: int = 24, gap_bytes: int = 0) -> tuple[Grid, Grid]:
     stride = item_bytes + gap_bytes
     return Grid(1, 1, 64, stride, item_bytes, num_items), Grid(2, 2, 128, stride, item_bytes, num_items)
@@ -200,7 +249,7 @@ class TestLists:
             0, Op.READ, (mine, second[0]), (theirs, second[1]), list(local_items), list(remote_items), slices
         )
         agent = RecordingAgent()
-        pieces = pieces_of(batch, PreparedLists(agent), "peer", LOCAL, REMOTE)
+        pieces = pieces_of(batch, PreparedLists(agent))
         wanted = expand(batch, LOCAL, REMOTE)
         plain = list(zip(wanted.local.tolist(), wanted.remote.tolist(), wanted.num_bytes.tolist(), strict=True))
         assert bytes_moved(ranges_of(agent, pieces)) == bytes_moved(plain)
@@ -210,14 +259,14 @@ class TestLists:
         lists = PreparedLists(agent)
         for items in ([1, 5, 9], [2, 4], [8]):
             batch = make_batch(0, Op.READ, mine, theirs, items, items)
-            (piece,) = pieces_of(batch, lists, "peer", LOCAL, REMOTE)
+            (piece,) = pieces_of(batch, lists)
             assert isinstance(piece, IndexedPiece)
         assert len(agent.rows) == 2
 
     def test_runs_are_not_prepared(self) -> None:
         agent, (mine, theirs) = RecordingAgent(), grids()
         batch = make_batch(0, Op.READ, mine, theirs, range(2, 12), range(4, 14))
-        pieces = pieces_of(batch, PreparedLists(agent), "peer", LOCAL, REMOTE)
+        pieces = pieces_of(batch, PreparedLists(agent))
         assert len(ranges_of(agent, pieces)) == 1
         assert agent.rows == []
 
@@ -226,7 +275,7 @@ class TestLists:
         lists = PreparedLists(agent)
         for i in range(MAX_PREPARED):
             mine, theirs = (replace(grid, offset_bytes=i * 8) for grid in grids())
-            pieces_of(make_batch(0, Op.READ, mine, theirs, [1], [3]), lists, "peer", LOCAL, REMOTE)
+            pieces_of(make_batch(0, Op.READ, mine, theirs, [1], [3]), lists)
         assert len(agent.rows) == 2 * MAX_PREPARED
         assert len(lists) == MAX_PREPARED
 
@@ -234,19 +283,19 @@ class TestLists:
         agent, (mine, theirs) = RecordingAgent(), grids()
         lists = PreparedLists(agent)
         batch = make_batch(0, Op.READ, mine, theirs, [1, 3], [1, 5])
-        pieces_of(batch, lists, "peer", LOCAL, REMOTE)
+        pieces_of(batch, lists)
         lists.forget("other")
-        pieces_of(batch, lists, "peer", LOCAL, REMOTE)
+        pieces_of(batch, lists)
         assert len(agent.rows) == 2
         lists.forget("peer")
-        pieces_of(batch, lists, "peer", LOCAL, REMOTE)
+        pieces_of(batch, lists)
         assert len(agent.rows) == 3
 
     @pytest.mark.parametrize("item_bytes", [PIECE_BYTES // 4, PIECE_BYTES - 1, PIECE_BYTES + 1, 3 * PIECE_BYTES])
     def test_large_batches_come_in_pieces(self, item_bytes: int) -> None:
         agent, (mine, theirs) = RecordingAgent(), grids(16, item_bytes)
         batch = make_batch(0, Op.READ, mine, theirs, [1, 3, 5, 8, 7], [2, 4, 9, 6, 0])
-        pieces = pieces_of(batch, PreparedLists(agent), "peer", LOCAL, REMOTE)
+        pieces = pieces_of(batch, PreparedLists(agent))
         sizes = [sum(size for _, _, size in ranges_of(agent, (piece,))) for piece in pieces]
         assert sum(sizes) == batch.num_bytes
         assert all(0 < size < 2 * PIECE_BYTES for size in sizes)
@@ -267,12 +316,12 @@ class TestLists:
             Deadline.after(WAIT_S),
         )
         agent = RecordingAgent()
-        pieces = pieces_of(batch, PreparedLists(agent), "peer", LOCAL, REMOTE)
+        pieces = pieces_of(batch, PreparedLists(agent))
         assert ranges_of(agent, pieces) == [(LOCAL[1] + 3, REMOTE[2] + 9, 1), (LOCAL[1] + many - 1, REMOTE[2] + 1, 1)]
 
     def test_no_block_is_no_piece(self) -> None:
         batch = make_batch(0, Op.READ, *grids(), [], [])
-        assert pieces_of(batch, PreparedLists(RecordingAgent()), "peer", LOCAL, REMOTE) == ()
+        assert pieces_of(batch, PreparedLists(RecordingAgent())) == ()
 
 
 class TestIdentity:
@@ -307,18 +356,15 @@ class TestIdentity:
 
 
 class TestRealAgents:
-    def test_unknown_plugin(self) -> None:
-        pytest.importorskip("nixl")
+    def test_unknown_plugin(self, nixl: None) -> None:
         with pytest.raises(ParamInvalid, match=r"plugin='NONE' is not installed; there are \["):
             NixlBackend().open(context(plugin="NONE"))
 
-    def test_a_plugin_that_cannot_be_opened(self) -> None:
-        pytest.importorskip("nixl")
+    def test_a_plugin_that_cannot_be_opened(self, nixl: None) -> None:
         with pytest.raises(Unreachable, match="cannot open its plugin UCX here"):
             NixlBackend().open(context(params={"ucx_error_handling_mode": "wrong"}))
 
-    def test_nothing_is_printed_on_standard_output(self) -> None:
-        pytest.importorskip("nixl")
+    def test_nothing_is_printed_on_standard_output(self, nixl: None) -> None:
         code = (
             "from datadist_core.tests.test_nixl import NixlBackend, context\n"
             "b = NixlBackend(); b.open(context()); b.close()"
@@ -327,6 +373,21 @@ class TestRealAgents:
         env["PYTHONPATH"] = os.pathsep.join(sys.path)
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+    @pytest.mark.parametrize("tls", ["tcp", "no_such_transport"])
+    def test_environment_of_the_user_wins(self, nixl: None, tls: str) -> None:
+        """Over our settings of UCX, and over the option."""
+        code = (
+            "from datadist_core.tests.test_nixl import NixlBackend, Unreachable, context\n"
+            "b = NixlBackend()\n"
+            "try: b.open(context(ucx={'TLS': 'tcp'}))\n"
+            "except Unreachable: print('refused')\n"
+            "b.close()"
+        )
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "UCX_TLS": tls}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert ("refused" in done.stdout) is (tls != "tcp"), done.stdout + done.stderr
 
     def test_threads_of_nixl_end_with_close(self) -> None:
         with local_pair() as pair:
@@ -404,6 +465,151 @@ class TestRealAgents:
             for item in range(8):
                 pair.a.transfer(pair.batch(Op.READ, mine, theirs, [item], [7 - item]))
             assert len(lists) == before
+
+
+class TestRoutes:
+    """What was checked for one batch holds for the next of its kind, until something changes."""
+
+    def test_batches_of_one_kind_are_planned_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with self.running() as (pair, batch):
+            mover = pair.a.backend._running._mover
+            planned = self.count_plans(mover, monkeypatch)
+            for item in range(4):
+                again = replace(batch, local_items=np.array([item]), remote_items=np.array([7 - item]))
+                pair.b.fill(item)
+                assert pair.a.transfer(again).status is CompletionStatus.OK
+                self.check_item(pair, again)
+            write = replace(batch, op=Op.WRITE)
+            pair.a.fill(9)
+            assert pair.a.transfer(write).status is CompletionStatus.OK
+            self.check_item(pair, write)
+            assert planned == []
+            part = replace(batch, slices=(Slice(0, 0, 100),))
+            assert pair.a.transfer(part).status is CompletionStatus.OK
+            assert planned == [part]
+
+    def test_equal_pairs_that_are_others_are_planned_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A tuple that was freed may have had the same address."""
+        with self.running() as (pair, batch):
+            planned = self.count_plans(pair.a.backend._running._mover, monkeypatch)
+            same = replace(batch, pairs=copy_of(batch.pairs))
+            assert pair.a.transfer(same).status is CompletionStatus.OK
+            assert planned == [same]
+
+    @pytest.mark.parametrize("change", ["detach", "unregister", "disconnect", "close"])
+    def test_are_not_used_after_a_change(self, change: str) -> None:
+        with self.running() as (pair, batch):
+            mine, theirs = batch.pairs[0].local, batch.pairs[0].remote
+            changes: dict[str, Callable[[], object]] = {
+                "detach": lambda: pair.a.backend.detach(A_KNOWS_B_AS, theirs.region_id),
+                "unregister": lambda: pair.a.remove_region(mine.region_id),
+                "disconnect": lambda: pair.a.disconnect(A_KNOWS_B_AS),
+                "close": pair.a.backend.close,
+            }
+            before = pair.a.snapshot(mine.region_id)
+            pair.b.fill(77)
+            view = pair.a.view(mine.region_id)
+            changes[change]()
+            assert pair.a.transfer(batch).status is CompletionStatus.FAILED
+            assert np.array_equal(view, before)
+
+    def test_live_on_after_detach_and_attach(self) -> None:
+        with self.running() as (pair, batch):
+            for seed in range(3):
+                pair.a.backend.detach(A_KNOWS_B_AS, batch.pairs[0].remote.region_id)
+                pair.attach()
+                pair.b.fill(seed)
+                for _ in range(2):
+                    assert pair.a.transfer(batch).status is CompletionStatus.OK
+                self.check_item(pair, batch)
+
+    def test_what_was_planned_before_a_change_is_not_kept(self) -> None:
+        with self.running() as (pair, batch):
+            running = pair.a.backend._running
+            routes, version = running._routes, running._routes.version
+            route = routes.find(batch)
+            assert route is not None
+            routes.clear()
+            routes.put(route, version)
+            assert routes.find(batch) is None
+            running._mover.drop_region(4711)
+            routes.put(route, routes.version)
+            assert routes.find(batch) is None
+
+    def test_are_bounded(self) -> None:
+        with self.running() as (pair, batch):
+            routes = pair.a.backend._running._routes
+            kept = [copy_of(batch.pairs) for _ in range(3 * MAX_ROUTES)]
+            for pairs in kept:
+                assert pair.a.transfer(replace(batch, pairs=pairs)).status is CompletionStatus.OK
+                assert 1 <= len(routes._routes) <= MAX_ROUTES
+
+    @contextmanager
+    def running(self) -> Iterator[tuple[BackendPair[LocalEnd], Batch]]:
+        """A pair on which this batch has succeeded already."""
+        with local_pair() as pair:
+            pair.link()
+            batch = pair.batch(Op.READ, pair.a.add_grid(8, 512), pair.b.add_grid(8, 512), [2], [5])
+            assert pair.a.transfer(batch).status is CompletionStatus.OK
+            yield pair, batch
+
+    def check_item(self, pair: BackendPair[LocalEnd], batch: Batch) -> None:
+        mine, theirs = batch.pairs[0].local, batch.pairs[0].remote
+        at = mine.offset_bytes + int(batch.local_items[0]) * mine.stride_bytes
+        of = theirs.offset_bytes + int(batch.remote_items[0]) * theirs.stride_bytes
+        here, there = pair.a.view(mine.region_id)[at : at + 512], pair.b.view(theirs.region_id)[of : of + 512]
+        assert np.array_equal(here, there)
+
+    def count_plans(self, mover: Mover, monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+        planned: list[Batch] = []
+        plan = mover.plan
+
+        def counted(batch: Batch, *args: Any) -> Plan:
+            planned.append(batch)
+            return plan(batch, *args)
+
+        monkeypatch.setattr(mover, "plan", counted)
+        return planned
+
+
+def copy_of(pairs: tuple[GridPair, ...]) -> tuple[GridPair, ...]:
+    """An equal tuple at another address: `tuple` would return the same one."""
+    return (*pairs,) if len(pairs) != 1 else (pairs[0],)
+
+
+class TestHandles:
+    """NIXL's handles call their agent when they go: never beside another call, and never after its end."""
+
+    def test_of_lists_go_with_the_next_call(self) -> None:
+        with local_pair() as pair:
+            agent = pair.a.backend._running._mover.agent
+            rows = np.array([[pair.a.region.address, 16, 0, 16, 4]], dtype=np.uint64)
+            agent.register(pair.a.region.address, 4096)
+            prepared = agent.prepare("", rows)
+            assert not agent._dropped
+            del prepared
+            assert len(agent._dropped) == 1
+            agent.prepare("", rows)
+            agent.take_notes()
+            assert not agent._dropped
+
+    def test_of_requests_go_when_they_are_done(self) -> None:
+        with TestRoutes().running() as (pair, batch):
+            agent = pair.a.backend._running._mover.agent
+            (piece,) = pair.a.backend._running._routes.find(batch).plan.pieces(batch)
+            request = agent.start(Op.READ, piece)
+            assert eventually(request.is_done)
+            assert request._handle is None
+            assert not agent._requests
+
+    def test_of_failed_requests_do_not_keep_the_agent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with TestRoutes().running() as (pair, batch):
+            agent = pair.a.backend._running._mover.agent
+            monkeypatch.setattr(agent._agent, "transfer", lambda handle: "ERR")
+            completion = pair.a.transfer(batch)
+            assert completion.status is CompletionStatus.FAILED
+            assert "NIXL reports that the transfer failed" in str(completion.error)
+            assert agent.destroyed
 
 
 @pytest.mark.slow

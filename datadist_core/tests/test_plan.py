@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from datadist_core.errors import ParamInvalid
 from datadist_core.memory.grid import Grid
 from datadist_core.testing.pair import naive_copy
+from datadist_core.transfer import plan
 from datadist_core.transfer.plan import (
     Batch,
     CopyList,
@@ -299,3 +300,14 @@ def test_check_items_agrees_with_a_loop(items: list[int]) -> None:
     else:
         with pytest.raises(ParamInvalid, match=r"the cache has 10 blocks \(0\.\.9\)"):
             check_items(array, GRID, [(0, 16)])
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [10] * 7, [100, 1, 1, 100, 30, 30, 30], [1, 500, 1], [0, 0, 99, 0, 2]])
+def test_pieces_are_the_whole(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_PIECE_BYTES", 100)
+    values = np.array(sizes, dtype=np.int64)
+    places = np.arange(len(sizes), dtype=np.int64)
+    pieces = list(CopyList(places, places + 1000, values).pieces())
+    assert all(piece.total_bytes < 100 + max(sizes) or len(piece.num_bytes) == 1 for piece in pieces if sizes)
+    for name, whole in (("local", places), ("remote", places + 1000), ("num_bytes", values)):
+        np.testing.assert_array_equal(np.concatenate([getattr(piece, name) for piece in pieces]), whole)

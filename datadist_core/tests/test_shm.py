@@ -32,8 +32,10 @@ from datadist_core.testing.end import WAIT_S, Export, LocalEnd
 from datadist_core.testing.leaks import nothing_left_behind
 from datadist_core.testing.pair import A_KNOWS_B_AS, B_KNOWS_A_AS, BackendPair
 from datadist_core.testing.parallel import eventually
+from datadist_core.transfer import item_copy
 from datadist_core.transfer.backend import CompletionStatus
-from datadist_core.transfer.plan import CopyList, Op
+from datadist_core.transfer.item_copy import ItemCopy
+from datadist_core.transfer.plan import Op
 from datadist_core.types import Deadline, Placement
 
 FACTORY = "datadist_core.backends.shm:ShmBackend"
@@ -372,18 +374,19 @@ class TestMappings:
 class PausedCopy:
     """Stops every copy at its start, in whichever thread, until it is told to go on."""
 
-    def __init__(self, real: Callable[..., None]) -> None:
+    def __init__(self, real: Callable[..., bool]) -> None:
         self.real = real
         self.started = threading.Event()
         self.proceed = threading.Event()
         self.events: list[str] = []
 
-    def __call__(self, *arrays: np.ndarray) -> None:
+    def __call__(self, *arguments: object) -> bool:
         self.started.set()
         if not self.proceed.wait(WAIT_S):
             raise TimedOut("the test never let the copy go on")
-        self.real(*arrays)
+        is_up = self.real(*arguments)
         self.events.append("copied")
+        return is_up
 
     def running(self, call: Callable[[], object]) -> RunningCopy:
         return RunningCopy(self, call)
@@ -408,8 +411,8 @@ class RunningCopy:
 
 @pytest.fixture
 def paused_copy(monkeypatch: pytest.MonkeyPatch) -> PausedCopy:
-    paused = PausedCopy(_inline.scatter_copy)
-    monkeypatch.setattr(_inline, "scatter_copy", paused)
+    paused = PausedCopy(ItemCopy.run)
+    monkeypatch.setattr(ItemCopy, "run", lambda *arguments: paused(*arguments))
     return paused
 
 
@@ -432,38 +435,32 @@ class TestEndingACopy:
         with paused_copy.running(lambda: pair.a.transfer(batch)):
             ender.start()
             open_batches = pair.a.backend._batches._open
-            assert eventually(lambda: all(running.end_error is not None for running in open_batches.values()))
+            assert eventually(lambda: all(running.end_error is not None for running in open_batches))
         ender.join(WAIT_S)
         assert paused_copy.events == ["copied", "ended"]
 
+    @pytest.mark.parametrize("native", [True, False])
     def test_a_cancelled_copy_stops_between_two_pieces(
-        self, pair: BackendPair[LocalEnd], monkeypatch: pytest.MonkeyPatch
+        self, pair: BackendPair[LocalEnd], monkeypatch: pytest.MonkeyPatch, native: bool
     ) -> None:
         pair.link()
-        monkeypatch.setattr(_inline, "_PIECE_BYTES", 4096)
-        pieces: list[int] = []
+        monkeypatch.setattr(_inline, "_STOPPABLE_BYTES", 1)
+        if not native:
+            monkeypatch.setattr(item_copy, "_functions", lambda: (None, None))
+        real = ItemCopy.run
 
-        def cancel_after_first(dst: np.ndarray, src: np.ndarray, num_bytes: np.ndarray) -> None:
-            pieces.append(int(num_bytes.sum()))
-            for batch_id in list(pair.a.backend._batches._open):
+        def cancel_then_copy(*arguments: object) -> bool:
+            for batch_id in list(pair.a.backend._batches._by_id):
                 pair.a.backend.cancel(batch_id)
+            return real(*arguments)
 
-        monkeypatch.setattr(_inline, "scatter_copy", cancel_after_first)
+        monkeypatch.setattr(ItemCopy, "run", cancel_then_copy)
         mine, theirs = pair.a.add_grid(16, 1024), pair.b.add_grid(16, 1024)
+        before = pair.a.snapshot(mine.region_id)
         items = np.arange(16)
         completion = pair.a.transfer(pair.batch(Op.READ, mine, theirs, items, items[::-1].copy()))
         assert completion.status is CompletionStatus.CANCELLED
-        assert len(pieces) == 1
-
-    @pytest.mark.parametrize("sizes", [[], [1], [10] * 7, [100, 1, 1, 100, 30, 30, 30], [1, 500, 1], [0, 0, 99, 0, 2]])
-    def test_pieces_are_the_whole(self, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_inline, "_PIECE_BYTES", 100)
-        values = np.array(sizes, dtype=np.int64)
-        places = np.arange(len(sizes), dtype=np.int64)
-        pieces = list(_inline._pieces(CopyList(places, places + 1000, values)))
-        assert all(piece.total_bytes < 100 + max(sizes) or len(piece.num_bytes) == 1 for piece in pieces if sizes)
-        for name, whole in (("local", places), ("remote", places + 1000), ("num_bytes", values)):
-            np.testing.assert_array_equal(np.concatenate([getattr(piece, name) for piece in pieces]), whole)
+        np.testing.assert_array_equal(pair.a.snapshot(mine.region_id), before)
 
 
 class TestPeersThatGo:

@@ -4,26 +4,32 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 
-from datadist_core.backends import _tcp_accept, _tcp_frames, _tcp_memory, _tcp_requests
+from datadist_core.backends import _tcp_accept, _tcp_frames, _tcp_loop, _tcp_memory, _tcp_requests
 from datadist_core.backends._tcp_address import Endpoint, decode_identity, encode_identity
 from datadist_core.backends._tcp_frames import Hello, Kind, decode_header, encode_frame, encode_header, encode_hello
+from datadist_core.backends._tcp_loop import IoLoop
 from datadist_core.backends._tcp_memory import GridMemory, Layout, MemoryStream
+from datadist_core.backends._tcp_parts import split
 from datadist_core.backends.tcp import TcpBackend
 from datadist_core.errors import (
     CacheNotExist,
     Cancelled,
+    ClosedError,
     LLMException,
     ParamInvalid,
     PeerLost,
@@ -38,7 +44,7 @@ from datadist_core.testing.leaks import nothing_left_behind
 from datadist_core.testing.pair import A_KNOWS_B_AS, B_KNOWS_A_AS, BackendPair, make_batch
 from datadist_core.testing.parallel import WAIT_S, eventually, require_all, run_all
 from datadist_core.transfer.backend import Completion, CompletionStatus
-from datadist_core.transfer.plan import Batch, Op, Slice, whole_item
+from datadist_core.transfer.plan import Batch, Op, Slice
 from datadist_core.types import Deadline
 
 FACTORY = "datadist_core.backends.tcp:TcpBackend"
@@ -587,6 +593,9 @@ class TestOptions:
             {"rcvbuf": 1.5},
             {"advertise_host": ""},
             {"advertise_host": 3},
+            {"congestion": 3},
+            {"congestion": ""},
+            {"congestion": "no_such_control"},
             {"no_such": 1},
         ],
     )
@@ -624,6 +633,245 @@ class TestOptions:
             end.close()
 
 
+class TestCongestionControl:
+    def test_peer_on_this_host(self, linked: BackendPair[LocalEnd]) -> None:
+        """Nothing is congested here: no algorithm that spaces packets out, whatever the system's default is."""
+        assert {_congestion_of(linked.a), _congestion_of(linked.b)} == {"reno"}
+
+    def test_option(self) -> None:
+        available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+        for name in available:
+            with BackendPair.in_process(TcpBackend, options={"congestion": name}) as pair:
+                pair.link()
+                check_pair_works(pair)
+                assert {_congestion_of(pair.a), _congestion_of(pair.b)} == {name}
+
+
+def _congestion_of(end: LocalEnd) -> str:
+    (link,) = end.backend._running.links.values()
+    (stream,) = link._streams
+    name = stream.connection._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    return name.rstrip(b"\0").decode()
+
+
+class TestSubmitterWaits:
+    """A thread that submits a small batch takes in the answer itself, and leaves at once when anything ends it."""
+
+    @pytest.fixture
+    def patient(self, end: LocalEnd, raw: RawPeer, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The submitter waits if it can: nobody else is at the sockets."""
+        monkeypatch.setattr(_tcp_requests, "PATIENCE_S", WAIT_S)
+        assert eventually(lambda: end.backend._running._loop._owner == 0)
+
+    @both_ops
+    @pytest.mark.usefixtures("patient")
+    def test_answer_comes_in_the_submitters_thread(self, end: LocalEnd, raw: RawPeer, op: Op) -> None:
+        batch = raw_batch(op, end.add_grid(8, ITEM_BYTES))
+        threads: list[int] = []
+
+        def submit() -> None:
+            end.backend.submit(1, batch, lambda completion: threads.append(threading.get_ident()))
+            assert threads == [threading.get_ident()]
+
+        require_all([submit, lambda: _answer(raw, op)])
+
+    @pytest.mark.usefixtures("patient")
+    def test_cancel_by_another_thread(self, end: LocalEnd, raw: RawPeer) -> None:
+        batch = raw_batch(Op.READ, end.add_grid(8, ITEM_BYTES))
+        batch_id = end.log.expect()
+
+        def cancel() -> None:
+            _, request_id, _ = raw.receive()
+            end.backend.cancel(batch_id)
+            assert end.log.wait(batch_id).status is CompletionStatus.CANCELLED
+            raw.send(_tcp_frames.encode_end(request_id, Cancelled("as you wish")))
+
+        require_all([lambda: end.backend.submit(batch_id, batch, end.log.done), cancel])
+
+    @pytest.mark.parametrize("ending", ["disconnect", "close", "peer"])
+    def test_end_by_another_thread(
+        self, end: LocalEnd, raw: RawPeer, monkeypatch: pytest.MonkeyPatch, ending: str
+    ) -> None:
+        monkeypatch.setattr(_tcp_requests, "PATIENCE_S", 0.2)
+        batch_id = end.log.expect()
+        batch = raw_batch(Op.READ, end.add_grid(8, ITEM_BYTES))
+
+        def give_up() -> None:
+            raw.receive()
+            {"disconnect": lambda: end.disconnect(RAW), "close": end.backend.close, "peer": raw.sock.close}[ending]()
+
+        require_all([lambda: end.backend.submit(batch_id, batch, end.log.done), give_up])
+        assert end.log.wait(batch_id).status is CompletionStatus.FAILED
+
+    def test_slow_peer_is_left_to_the_loop(self, end: LocalEnd, raw: RawPeer) -> None:
+        """`submit` returns, and the answer is taken in all the same. After a few nobody waits for such a peer."""
+        mine = end.add_grid(8, ITEM_BYTES)
+        submitted = [end.submit(raw_batch(Op.READ, mine)) for _ in range(12)]
+        assert end.log.pending() == submitted
+        for batch_id in submitted:
+            _answer(raw, Op.READ)
+            assert end.log.wait(batch_id).error is None
+
+    @pytest.mark.usefixtures("patient")
+    def test_peers_request_meanwhile_is_served(self, end: LocalEnd, raw: RawPeer) -> None:
+        mine = end.add_grid(8, ITEM_BYTES)
+        batch_id = end.log.expect()
+        body = request_body([mine], [(0, ITEM_BYTES)], [0])
+
+        def ask_before_answering() -> None:
+            _, request_id, _ = raw.receive()
+            raw.send(encode_frame(Kind.READ, 5, body))
+            assert raw.receive()[:2] == (Kind.PULLED, 5)
+            raw.send(encode_frame(Kind.PULLED, request_id, b"a" * 8 * ITEM_BYTES))
+
+        batch = raw_batch(Op.READ, mine)
+        require_all([lambda: end.backend.submit(batch_id, batch, end.log.done), ask_before_answering])
+        assert end.log.wait(batch_id) == Completion.ok(batch_id)
+
+    def test_submit_in_a_callback(self, linked: BackendPair[LocalEnd]) -> None:
+        """It only queues: the thread that runs the callback owns the sockets and must not wait for them."""
+        mine, theirs = linked.a.add_grid(8, 512), linked.b.add_grid(8, 512)
+        first, second = linked.a.log.expect(), linked.a.log.expect()
+        batch = linked.batch(Op.READ, mine, theirs, [1], [2])
+
+        def go_on(completion: Completion) -> None:
+            linked.a.backend.submit(second, batch, linked.a.log.done)
+            linked.a.log.done(completion)
+
+        linked.a.backend.submit(first, batch, go_on)
+        assert linked.a.log.wait(second).error is None
+
+
+def _answer(raw: RawPeer, op: Op) -> None:
+    """Serve one batch of 8 items by hand."""
+    _, request_id, _ = raw.receive()
+    if op is Op.READ:
+        raw.send(encode_frame(Kind.PULLED, request_id, b"a" * 8 * ITEM_BYTES))
+    else:
+        raw.send(encode_frame(Kind.GRANT, request_id))
+        assert raw.receive()[0] is Kind.PUSHED
+        raw.send(_tcp_frames.encode_end(request_id))
+
+
+def test_more_stuck_requests_than_threads(linked: BackendPair[LocalEnd]) -> None:
+    """An owner that lends nothing holds up those who wait for it, and nobody else."""
+    mine, theirs = linked.a.add_grid(16, 512), linked.b.add_grid(16, 512)
+    linked.b.serving_allowed.clear()
+    stuck = [linked.a.submit(linked.batch(Op.READ, mine, theirs, [i], [i])) for i in range(2 * _tcp_loop.MAX_AWAY)]
+    for _ in range(_tcp_loop.MAX_AWAY):
+        assert linked.b.serving_waits.acquire(timeout=WAIT_S)
+    back = linked.reversed_batch(Op.READ, theirs, mine, [9], [9])
+    assert linked.b.transfer(back).error is None
+    linked.a.backend.cancel(stuck[-1])
+    assert linked.a.log.wait(stuck[-1]).status is CompletionStatus.CANCELLED
+    linked.b.serving_allowed.set()
+    for batch_id in stuck[:-1]:
+        assert linked.a.log.wait(batch_id).error is None
+
+
+class TestLoop:
+    @pytest.fixture
+    def loop(self) -> Iterator[IoLoop]:
+        loop = IoLoop(lambda: math.inf, lambda: None)
+        loop.start()
+        yield loop
+        loop.stop()
+
+    def test_a_command_runs_at_once_if_nobody_is_the_owner(self, loop: IoLoop) -> None:
+        threads: list[int] = []
+        loop.post(lambda: threads.append(threading.get_ident()))
+        assert eventually(lambda: bool(threads))
+        assert loop.call(lambda: loop.owned)
+        assert not loop.owned
+
+    def test_the_owner_does_what_others_posted(self, loop: IoLoop) -> None:
+        owned, posted = threading.Event(), threading.Event()
+        order: list[str] = []
+
+        def hold() -> None:
+            owned.set()
+            assert posted.wait(WAIT_S)
+            loop.post(lambda: order.append("own"))
+            order.append("held")
+
+        def post() -> None:
+            assert owned.wait(WAIT_S)
+            loop.post(lambda: order.append("other"))  # does not wait for the owner
+            posted.set()
+
+        require_all([lambda: loop.call(hold), post])
+        assert eventually(lambda: order == ["held", "other", "own"])
+
+    def test_errors_of_a_call_come_back(self, loop: IoLoop) -> None:
+        def fail() -> None:
+            raise ParamInvalid("no")
+
+        with pytest.raises(ParamInvalid):
+            loop.call(fail)
+        assert loop.call(lambda: 3) == 3
+
+    def test_wake_at(self) -> None:
+        """Also when it is set by a thread that is not the loop's, while that sleeps without a limit."""
+        swept = threading.Event()
+
+        def sweep() -> float:
+            swept.set()
+            return math.inf
+
+        loop = IoLoop(sweep, lambda: None)
+        loop.start()
+        try:
+            loop.call(lambda: loop.wake_at(time.monotonic() + 0.01))
+            assert swept.wait(WAIT_S)
+        finally:
+            loop.stop()
+
+    def test_after_stop(self, loop: IoLoop) -> None:
+        loop.stop()
+        for refused in (lambda: loop.post(lambda: None), lambda: loop.call(lambda: None)):
+            with pytest.raises(ClosedError):
+                refused()
+
+
+class TestParts:
+    """A large batch over several connections."""
+
+    @pytest.mark.parametrize(("num_grids", "num_items"), [(1, 64), (2, 33), (40, 2), (7, 1)])
+    def test_split_moves_the_same(self, num_grids: int, num_items: int) -> None:
+        items = np.arange(num_items, dtype=np.int64)
+        batch = _batch_of(items, num_items, item_bytes=1 << 20)
+        batch = replace(batch, pairs=batch.pairs * num_grids, remote_items=items[::-1])
+        parts = split(batch, 4)
+        assert 1 < len(parts) <= 4
+        assert sum(part.num_bytes for part in parts) == batch.num_bytes
+        moved = [
+            (id(pair), *items)
+            for part in parts
+            for pair in part.pairs
+            for items in zip(part.local_items.tolist(), part.remote_items.tolist(), strict=True)
+        ]
+        assert len(moved) == num_grids * num_items
+        assert {(mine, theirs) for _, mine, theirs in moved} == set(
+            zip(items.tolist(), items[::-1].tolist(), strict=True)
+        )
+
+    def test_small_stays_whole(self) -> None:
+        batch = _batch_of(np.arange(8, dtype=np.int64))
+        assert split(batch, 4) == [batch]
+
+    @both_ops
+    def test_one_part_is_refused(self, op: Op) -> None:
+        """One completion, with the refusal, when all parts have ended; and the link goes on."""
+        with BackendPair.in_process(TcpBackend, 16 << 20, {"streams": 2}) as pair:
+            mine, theirs = [[end.add_grid(1, 2 << 20) for _ in range(2)] for end in (pair.a, pair.b)]
+            pair.link()
+            unknown = replace(theirs[1], grid_id=theirs[1].grid_id + 1000)
+            completion = pair.a.transfer(pair.batch(op, mine, [theirs[0], unknown], [0], [0]))
+            assert failed_with(completion, CacheNotExist)
+            assert pair.a.transfer(pair.batch(op, mine, theirs, [0], [0])).error is None
+            assert not pair.a.log.excessive()
+
+
 class TestRequests:
     """Limits of what one request can hold, and that it survives the way there and back."""
 
@@ -650,8 +898,10 @@ class TestRequests:
         decode_header(encode_header(Kind.READ, 1, len(body)))
 
 
-def _batch_of(items: np.ndarray, num_items: int = 8, slices: tuple[Slice, ...] = whole_item(ITEM_BYTES)) -> Batch:
-    grid = Grid(1, 1, 0, ITEM_BYTES, ITEM_BYTES, num_items)
+def _batch_of(
+    items: np.ndarray, num_items: int = 8, slices: tuple[Slice, ...] | None = None, item_bytes: int = ITEM_BYTES
+) -> Batch:
+    grid = Grid(1, 1, 0, item_bytes, item_bytes, num_items)
     return make_batch(1, Op.READ, grid, grid, items, items, slices)
 
 

@@ -32,7 +32,8 @@ from ..errors import LLMException
 from ..memory.grid import Grid
 from ..memory.region import Region
 from ..types import Deadline, Placement
-from .plan import Batch, Op
+from .item_copy import ItemList
+from .plan import Batch, GridPair, Op, Slice
 
 
 class CompletionStatus(Enum):
@@ -117,6 +118,18 @@ class BackendContext:
     report_peer_lost: Callable[[int, LLMException], None] = lambda peer_id, error: None
 
 
+class Prepared(ABC):
+    """A transfer whose items are not chosen yet. See `Backend.prepare`."""
+
+    @abstractmethod
+    def run(self, op: Op, local_items: ItemList, remote_items: ItemList) -> None:
+        """A batch of these items, in the caller's thread from end to end; rules 2 to 5 hold.
+
+        Raises ParamInvalid, before anything has moved, for an index out of range; otherwise why the batch failed.
+        Thread-safe.
+        """
+
+
 class Backend(ABC):
     """One way to move bytes. See the module's rules."""
 
@@ -181,6 +194,16 @@ class Backend(ABC):
 
         Either raises (then `done` is never called) or calls `done` exactly once. `batch_id` is unique.
         """
+
+    def prepare(self, peer_id: int, pairs: tuple[GridPair, ...], slices: tuple[Slice, ...]) -> Prepared | None:
+        """What is the same in all batches of these pairs and slices, done beforehand. None: there is nothing to gain.
+
+        Only for inline backends; the peer is connected and the regions are attached. What is prepared keeps nothing
+        of a peer's memory, and fails once the peer is disconnected or a region of it is detached.
+
+        Raises as `submit` does.
+        """
+        return None
 
     def poll(self) -> None:  # noqa: B027 - most backends make progress on their own
         """Make progress; called by the engine only for `needs_poll` backends."""

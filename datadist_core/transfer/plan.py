@@ -7,7 +7,7 @@ handful of NumPy operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -19,6 +19,8 @@ from ..memory.grid import Grid
 from ..types import Deadline
 
 Items = npt.NDArray[np.int64]
+
+_PIECE_BYTES = 64 << 20  # some ten milliseconds: how soon a copy can be ended early
 
 
 class Op(IntEnum):
@@ -97,6 +99,16 @@ class CopyList:
     def total_bytes(self) -> int:
         return int(self.num_bytes.sum())
 
+    def pieces(self) -> Iterator[CopyList]:
+        """The same, cut between two ranges into parts of about `_PIECE_BYTES`. There is at least one part."""
+        ends = np.cumsum(self.num_bytes)
+        if not len(ends) or ends[-1] <= _PIECE_BYTES:
+            yield self
+            return
+        cuts = np.flatnonzero(np.diff(ends // _PIECE_BYTES)) + 1
+        for start, end in zip([0, *cuts], [*cuts, len(ends)], strict=True):
+            yield CopyList(self.local[start:end], self.remote[start:end], self.num_bytes[start:end])
+
 
 def whole_item(item_bytes: int) -> tuple[Slice, ...]:
     return (Slice(0, 0, item_bytes),)
@@ -172,7 +184,7 @@ def expand_side(items: Items, grid: Grid, slices: Sequence[tuple[int, int]]) -> 
 
     For whoever serves a streamed request: the bytes are the same whichever way each side merged them.
     """
-    if _is_whole(grid, slices):
+    if is_whole(grid, slices):
         starts, lengths = merge_runs(items, items)
         return grid.offset_bytes + items[starts] * grid.stride_bytes, lengths * grid.item_bytes
     offsets = np.array([offset for offset, _ in slices], dtype=np.int64)
@@ -198,8 +210,8 @@ def _outer(part: CopyList, local: Sequence[int], remote: Sequence[int]) -> CopyL
 def _expand_pair(batch: Batch, pair: GridPair) -> CopyList:
     """Ranges of one pair relative to the two grids' first items."""
     local_items, remote_items, slices = batch.local_items, batch.remote_items, batch.slices
-    local_whole = _is_whole(pair.local, [(s.local_offset, s.num_bytes) for s in slices])
-    remote_whole = _is_whole(pair.remote, [(s.remote_offset, s.num_bytes) for s in slices])
+    local_whole = is_whole(pair.local, [(s.local_offset, s.num_bytes) for s in slices])
+    remote_whole = is_whole(pair.remote, [(s.remote_offset, s.num_bytes) for s in slices])
     if local_whole and remote_whole:
         starts, lengths = merge_runs(local_items, remote_items)
         return CopyList(
@@ -217,7 +229,7 @@ def _expand_pair(batch: Batch, pair: GridPair) -> CopyList:
     )
 
 
-def _is_whole(grid: Grid, slices: Sequence[tuple[int, int]]) -> bool:
+def is_whole(grid: Grid, slices: Sequence[tuple[int, int]]) -> bool:
     """Whether neighbouring items are neighbouring bytes: one slice, all of the item, no gap behind it."""
     return list(slices) == [(0, grid.item_bytes)] and grid.stride_bytes == grid.item_bytes
 

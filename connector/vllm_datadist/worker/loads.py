@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's loads: each job links if needed, renews the lease, pulls, and has P confirm that the lease held.
+"""D's loads: each job links if needed, pulls, and has P confirm that the lease held.
 
-Order matters. The renewal before the pull proves that the lease is open; the release after it, answered HELD, proves
-that it was in force throughout. If the link breaks after the pull, only the release is repeated over a fresh link,
-never the pull: P may have freed the blocks already. Every job ends by its deadline and is reported exactly once,
-whatever happens to it, because vLLM keeps the request's blocks until then.
+P holds the blocks from before it gives the ticket until the lease ends, and a lease that has ended is never opened
+again. So the release after the pull, answered HELD, proves that the blocks were held throughout. `renewals` keeps the
+lease alive meanwhile; to wait for a renewal before the pull would prove nothing more, and cost a round trip. If the
+link breaks after the pull, only the release is repeated over a fresh link, never the pull: P may have freed the blocks
+already. Every job ends by its deadline and is reported exactly once, whatever happens to it, because vLLM keeps the
+request's blocks until then.
 """
 
 from __future__ import annotations
@@ -175,24 +177,20 @@ class LoadRunner:
             raise
 
     def _load_over(self, peer: Peer, load: _Load) -> None:
-        key = load.job.remote.key
         if load.moved is None:
-            self._await_lease(peer, load)
             self._check_wanted(load)
             load.moved = self._puller.pull(peer, load.job, load.deadline)
-        [state] = self._leases.release(peer.endpoint, [key], load.deadline)
+        state = self._release(peer, load)
         if state is not LeaseState.HELD:
             raise LeaseLost(f"P's lease was {state.value} when the blocks had been read")
 
-    def _await_lease(self, peer: Peer, load: _Load) -> None:
-        """Renew, so that the lease is known to be open. P may not have come to open it yet."""
+    def _release(self, peer: Peer, load: _Load) -> LeaseState:
+        """How the lease was when it ended. P may not have come to open it yet, for a while."""
         patience = load.deadline.earlier(load.job.remote.lease_s)
         while True:
-            [state] = self._leases.renew(peer.endpoint, [load.job.remote.key], load.deadline)
-            if state is LeaseState.HELD:
-                return
+            [state] = self._leases.release(peer.endpoint, [load.job.remote.key], load.deadline)
             if state is not LeaseState.UNKNOWN or patience.expired:
-                raise LeaseLost(f"P's lease is {state.value}: its blocks are gone")
+                return state
             self._check_wanted(load)
 
     def _once_more_on_link_trouble(self, load: _Load, use: Callable[[Peer], None]) -> None:

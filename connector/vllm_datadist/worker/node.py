@@ -45,9 +45,11 @@ class DataDistNode:
         host, port: where to listen; port 0 = any free one, see `port`.
         backend, backend_options: the core's `transfer_backend` and `global_resource_config`.
         pool_bytes: how much memory `allocate` may hand out; it costs nothing until used. 0 = no pool.
+        huge_pages: the pool lies in the system's huge pages, reserved at once.
 
     Raises:
         ListenError: the address cannot be bound.
+        LLMException: LLM_OUT_OF_MEMORY: no pool of that size, or too few huge pages; the text says the remedy.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class DataDistNode:
         backend: str,
         pool_bytes: int,
         backend_options: Mapping[str, Any] = MappingProxyType({}),
+        huge_pages: bool = False,
     ) -> None:
         self.host = host
         self.cluster_id = secrets.randbits(63) + 1
@@ -68,10 +71,13 @@ class DataDistNode:
         config.transfer_backend = backend
         config.global_resource_config = json.dumps(dict(backend_options))
         if pool_bytes > 0:
-            config.host_mem_pool_cfg = json.dumps({"memory_size": _whole_pages(pool_bytes), "page_shift": _PAGE_SHIFT})
+            pool = {"memory_size": _whole_pages(pool_bytes), "page_shift": _PAGE_SHIFT, "huge_pages": huge_pages}
+            config.host_mem_pool_cfg = json.dumps(pool)
         try:
             self._datadist.init(config.generate_options())
         except LLMException as error:
+            if error.status_code is LLMStatusCode.LLM_OUT_OF_MEMORY:
+                raise  # it names the option and the remedy
             _explain_listen(host, port, error)
         address = self._datadist.listen_address
         if address is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps P's leases alive while their requests queue or load at D, whether or not the engine makes steps.
 
-One thread renews each watched lease every third of its time, all leases at one peer with one call. It never waits
-for a link: a link is asked for when a lease is first watched, which also takes that work out of the load itself, and
-the thread looks again later.
+One thread renews each watched lease at once, then every third of its time, all leases at one peer with one call. It
+never waits for a link: a link is asked for when a lease is first watched, which also takes that work out of the load
+itself, and the thread looks again later.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Renewals:
         self._closed = False
 
     def watch(self, key: RequestKey, remote: RemoteLease, endpoint: Endpoint) -> None:
-        """Renew from now on, until `unwatch` or the lease's end."""
+        """Renew now and from now on, until `unwatch` or the lease's end."""
         with self._changed:
             if self._closed:
                 return
-            self._watched[key] = _Watched(key, remote, endpoint, time.monotonic() + remote.lease_s / 3)
+            self._watched[key] = _Watched(key, remote, endpoint, time.monotonic())
             self._start()
             self._changed.notify_all()
         self._peers.prepare(endpoint)

@@ -2,9 +2,9 @@
 """P's leases: how long blocks are held for a hand-off, and the proof that they were.
 
 A lease is opened by a step of P's engine and ended by D's release or by time, each lease by its own clock. D reads
-P's memory without P taking part, so the only proof that it read the right bytes is that the lease was in force from
-the renewal before the read to the release after it: `release` answers HELD only then. D may be faster than P's next
-step: a call for a lease that has not been opened yet waits for it, for a bounded time.
+P's memory without P taking part, so the only proof that it read the right bytes is that the blocks were held until the
+release after the read: `release` answers HELD only then. D may be faster than P's next step: a call for a lease that
+has not been opened yet waits for it, for a bounded time.
 
 Thread-safe: the engine opens and polls, the core's service threads renew and release.
 """

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short way for a pull or push of blocks like one before: what was found out then is used again.
+
+The first transfer between two caches looks the peer's cache up, checks that the two fit, and plans. Its `Route` is kept
+with the link, and the next call with the same key, cache and layers only holds both caches, checks its indices and
+moves. The short way never says what is wrong with a call: whatever is not as it was, or not as usual, goes the long way
+(`mover`), which does it or reports why not.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from ..errors import ParamInvalid, TimedOut
+from ..link.link import Link
+from ..link.manager import LinkManager
+from ..link.remote import RemoteCache
+from ..transfer.backend import Backend, Prepared
+from ..transfer.engine import TransferEngine
+from ..transfer.item_copy import ItemList, as_items
+from ..transfer.plan import Batch, GridPair, Op, Slice
+from ..types import Deadline
+from .cache import Cache
+from .desc import BlocksCacheKey, CacheKeyByIdAndIndex
+from .report import TransferReport
+from .rules import RemoteKey, Rules
+from .table import CacheEntry, CacheTable
+
+#: Of one link; more are forgotten all at once. Users have a few caches, or make new ones all the time.
+MAX_ROUTES = 256
+
+_LASTING_KEYS = (BlocksCacheKey, CacheKeyByIdAndIndex)
+_INTS_ONLY = {int}
+
+
+#: What a route depends on besides its link, see `signature_of`.
+Signature: TypeAlias = tuple[object, ...]
+
+
+def signature_of(
+    op: Op,
+    key: RemoteKey,
+    cache: Cache,
+    local_layers: range | None,
+    remote_layers: range | None,
+    tensors_per_layer: int,
+    slices: object,
+) -> Signature | None:
+    """Of a call of pull_blocks or push_blocks with these arguments, as they came: not checked yet.
+
+    The type of a number counts: True is not 1 here. None where there are no routes: by other keys, and for slices.
+    """
+    if slices is not None or type(key) not in _LASTING_KEYS:
+        return None
+    return (op, key, cache, local_layers, remote_layers, tensors_per_layer, type(tensors_per_layer))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leg:
+    """The part of a route that one backend moves. `prepared` is None where it goes through the engine."""
+
+    backend: Backend
+    pairs: tuple[GridPair, ...]
+    prepared: Prepared | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """Transfers of blocks between one cache here and one at a peer.
+
+    Attributes:
+        bytes_of_one: of one block, over all tensors.
+        backend_names: as in a report.
+    """
+
+    op: Op
+    link: Link
+    local: CacheEntry
+    remote: RemoteCache
+    slices: tuple[Slice, ...]
+    legs: tuple[Leg, ...]
+    bytes_of_one: int = field(init=False)
+    backend_names: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        num_pairs = sum(len(leg.pairs) for leg in self.legs)
+        object.__setattr__(self, "bytes_of_one", num_pairs * sum(s.num_bytes for s in self.slices))
+        object.__setattr__(self, "backend_names", "+".join(leg.backend.name for leg in self.legs))
+
+
+class Routes:
+    """Thread-safe."""
+
+    def __init__(self, engine: TransferEngine, table: CacheTable, links: LinkManager, rules: Rules) -> None:
+        self._engine = engine
+        self._table = table
+        self._links = links
+        self._rules = rules
+
+    def keep(self, signature: Signature, route: Route) -> None:
+        """Until the link ends or the peer frees a cache. Only once the call's arguments are checked."""
+        routes = route.link.peer_caches.routes
+        if len(routes) >= MAX_ROUTES:
+            routes.clear()
+        routes[signature] = route
+
+    def again(
+        self,
+        signature: Signature | None,
+        key: RemoteKey,
+        local_blocks: Sequence[int],
+        remote_blocks: Sequence[int],
+        deadline_s: float | None,
+    ) -> TransferReport | None:
+        """Move these blocks, if it can be done the short way; None if not. Raises why a transfer failed."""
+        started_s = time.perf_counter()
+        if signature is None or (deadline_s is not None and not _is_usual_time(deadline_s)):
+            return None
+        link = self._links.peek(key.cluster_id)
+        if link is None:
+            return None
+        routes = link.peer_caches.routes
+        try:
+            route: Route | None = routes.get(signature)
+        except TypeError:  # an argument that has no hash is of a wrong type
+            return None
+        if route is None:
+            return None
+        local_items, remote_items = usual_items(local_blocks), usual_items(remote_blocks)
+        if local_items is None or remote_items is None or len(local_items) != len(remote_items):
+            return None
+        try:
+            if not self._run_held(route, local_items, remote_items, deadline_s):
+                routes.pop(signature, None)
+                return None
+        except TimedOut as error:
+            raise self._rules.timed_out(error) from error
+        num_bytes = len(local_items) * route.bytes_of_one
+        return TransferReport(num_bytes, route.backend_names, time.perf_counter() - started_s)
+
+    def _run_held(self, route: Route, local_items: ItemList, remote_items: ItemList, deadline_s: float | None) -> bool:
+        """False if link or caches are not to be had any more, or if something does not fit."""
+        if not route.link.begin_transfer_with(route.remote):
+            return False
+        try:
+            if not self._table.pin_held(route.local):
+                return False
+            try:
+                self._run(route, local_items, remote_items, deadline_s)
+            finally:
+                self._table.unpin(route.local)
+        except ParamInvalid:
+            return False
+        finally:
+            route.link.end_transfer_with(route.remote)
+        return True
+
+    def _run(self, route: Route, local_items: ItemList, remote_items: ItemList, deadline_s: float | None) -> None:
+        deadline: Deadline | None = None
+        for leg in route.legs:
+            if leg.prepared is not None:
+                leg.prepared.run(route.op, local_items, remote_items)
+                continue
+            deadline = deadline or self._rules.deadline(deadline_s)
+            items = as_items(local_items), as_items(remote_items)
+            batch = Batch(route.link.link_id, route.op, leg.pairs, *items, route.slices, deadline)
+            batch.check()
+            self._engine.run(leg.backend, batch)
+
+
+def _is_usual_time(seconds: float) -> bool:
+    return type(seconds) in (int, float) and seconds > 0
+
+
+def usual_items(blocks: Sequence[int]) -> ItemList | None:
+    """Block indices as they are passed most of the time; None for anything else, right or wrong."""
+    if type(blocks) is list or type(blocks) is tuple:
+        if set(map(type, blocks)) != _INTS_ONLY:
+            return None
+        try:
+            return array("q", blocks)
+        except OverflowError:
+            return None
+    if isinstance(blocks, np.ndarray) and blocks.dtype == np.int64 and blocks.ndim == 1 and blocks.flags.c_contiguous:
+        return blocks if len(blocks) else None
+    return None
