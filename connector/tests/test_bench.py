@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from datadist_core.bench import options
 from datadist_core.testing.parallel import eventually
 from vllm_datadist.bench import __main__ as command
 from vllm_datadist.bench import measure, servers
@@ -248,7 +249,7 @@ def test_prompt_too_long_for_the_model_is_refused_before_the_start(
 def test_plot_without_matplotlib_is_refused_before_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "can_plot", lambda: False)
+    monkeypatch.setattr(options, "can_plot", lambda: False)
     with pytest.raises(SystemExit):
         command.main(["--plot", "bench.png"])
     assert "'bench.png': a picture needs matplotlib; pip install" in capsys.readouterr().err

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one-sided backends keep of a peer's memory, and how they read what the peer says of it and of itself."""
+"""The memory that a batch names, at both ends, and how backends read what a peer says of its memory and of itself."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from ..errors import ParamInvalid, ProtocolError, Unreachable
+from ..memory.region import Region
 from ..transfer.plan import Batch, GridPair
 
 
@@ -65,6 +66,17 @@ class AttachedRegions(Generic[R]):
                 pair.remote.check_inside(region.size_bytes)
                 found[region_id] = region
             return found
+
+
+def local_regions(find: Callable[[int], Region], pairs: Iterable[GridPair]) -> dict[int, Region]:
+    """Our own regions that a batch names, by id. Raises ParamInvalid unless its local grids lie in them."""
+    found: dict[int, Region] = {}
+    for pair in pairs:
+        region_id = pair.local.region_id
+        if region_id not in found:
+            found[region_id] = find(region_id)
+        pair.local.check_inside(found[region_id].size_bytes)
+    return found
 
 
 def decode_identity_as(kind: type[T], data: bytes, backend: str) -> T:

@@ -41,7 +41,7 @@ from ..memory.region import Region
 from ..transfer.backend import Backend, BackendContext, Capabilities, DoneCallback
 from ..transfer.plan import Batch, expand
 from ..types import Deadline
-from ._attached import decode_descriptor_as
+from ._attached import decode_descriptor_as, local_regions
 from ._cma_host import ProcessWatch, may_trace_all, yama_scope
 from ._cma_identity import Door, Identity, check_same_host, decode_identity, encode_identity, process_behind
 from ._cma_link import AttachedRegion, CmaLink, Peer
@@ -278,9 +278,7 @@ class _Meeting:
 def _move(running: OpenBatch, batch: Batch, context: BackendContext, link: CmaLink) -> None:
     """Copy one batch."""
     remote = link.bases_of(batch)
-    local = {pair.local.region_id: context.local_region(pair.local.region_id) for pair in batch.pairs}
-    for pair in batch.pairs:
-        pair.local.check_inside(local[pair.local.region_id].size_bytes)
+    local = local_regions(context.local_region, batch.pairs)
     ranges = expand(batch, {region_id: region.address for region_id, region in local.items()}, remote)
 
     def check_wanted() -> None:

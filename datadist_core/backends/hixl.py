@@ -37,6 +37,7 @@ from ..memory.region import Region
 from ..transfer.backend import Backend, BackendContext, Capabilities, DoneCallback
 from ..transfer.plan import Batch, CopyList, GridPair, Op, expand
 from ..types import Deadline, Placement
+from ._attached import local_regions
 from ._hixl_blocks import BlockCall, divides, stage, to_runs
 from ._hixl_engine import Registered, VendorEngine
 from ._hixl_identity import (
@@ -208,9 +209,7 @@ class CannBackend(Backend):
     def submit(self, batch_id: int, batch: Batch, done: DoneCallback) -> None:
         standing, link = self._opened(), self._link(batch.peer_id)
         remote = link.regions.of(batch)
-        regions = {pair.local.region_id: standing.context.local_region(pair.local.region_id) for pair in batch.pairs}
-        for pair in batch.pairs:
-            pair.local.check_inside(regions[pair.local.region_id].size_bytes)
+        regions = local_regions(standing.context.local_region, batch.pairs)
         pieces: list[Iterator[Piece]] = []
         for (local_id, remote_id), pairs in _by_regions(batch.pairs).items():
             ranges = expand(replace(batch, pairs=pairs), {local_id: 0}, {remote_id: 0})

@@ -46,7 +46,7 @@ from ..memory.region import Region
 from ..transfer.backend import Backend, BackendContext, Capabilities, DoneCallback
 from ..transfer.plan import Batch, expand
 from ..types import Deadline
-from ._attached import decode_descriptor_as
+from ._attached import decode_descriptor_as, local_regions
 from ._mooncake_engine import Engine, Initiator, Peer
 from ._mooncake_identity import (
     INSTANCE_BYTES,
@@ -193,9 +193,7 @@ class MooncakeBackend(Backend):
     def submit(self, batch_id: int, batch: Batch, done: DoneCallback) -> None:
         context, link = self._opened().context, self._link(batch.peer_id)
         remote = {region_id: described.address for region_id, described in link.regions.of(batch).items()}
-        regions = {pair.local.region_id: context.local_region(pair.local.region_id) for pair in batch.pairs}
-        for pair in batch.pairs:
-            pair.local.check_inside(regions[pair.local.region_id].size_bytes)
+        regions = local_regions(context.local_region, batch.pairs)
         local = {region_id: region.address for region_id, region in regions.items()}
         pieces = cut(expand(batch, local, remote))
         link.submit(OpenBatch(batch_id, batch, done, pieces, tuple(regions.values())))

@@ -37,7 +37,7 @@ from ..transfer.backend import Backend, BackendContext, Capabilities, DoneCallba
 from ..transfer.item_copy import ItemCopy, ItemList
 from ..transfer.plan import Batch, GridPair, Op, Slice
 from ..types import Deadline
-from ._attached import AttachedRegions, decode_descriptor_as, decode_identity_as
+from ._attached import AttachedRegions, decode_descriptor_as, decode_identity_as, local_regions
 from ._host import this_host
 from ._inline import InlineBatches, OpenBatch
 from ._shm_client import RegionClient
@@ -288,9 +288,7 @@ class ShmBackend(Backend):
 
     def _prepare(self, link: _Link, pairs: Pairs, slices: Slices) -> _Move:
         context = self._opened()
-        local = {pair.local.region_id: context.local_region(pair.local.region_id) for pair in pairs}
-        for pair in pairs:
-            pair.local.check_inside(local[pair.local.region_id].size_bytes)
+        local = local_regions(context.local_region, pairs)
         return link.prepare(self._batches, local, pairs, slices)
 
     def _opened(self) -> BackendContext:

@@ -7,21 +7,18 @@ import argparse
 import json
 import re
 import sys
-import time
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from ..errors import LLMException
 from .blocks import PATTERNS, WORD_BYTES
 from .contenders import DEFAULT_BACKENDS, DEFAULT_PEERS, OURS, PEERS
 from .contract import OPS
-from .field import Progress
 from .measure import Plan, run
-from .plot import INSTALL, can_plot, plot
+from .options import NONE, add_output_files, known, names_of, progress_on_stderr
+from .plot import plot
 from .report import to_json, write_report
 
 MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 4 << 10, 1 << 20
-NONE = "none"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -41,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.seconds,
     )
     try:
-        results = run(plan, _progress())
+        results = run(plan, progress_on_stderr())
     except (LLMException, OSError) as error:
         sys.stderr.write(f"bench: {error}\n")
         return 1
@@ -65,40 +62,22 @@ def _parser() -> argparse.ArgumentParser:
         "Lists take commas. What cannot be used here is skipped, with the reason.",
     )
     add = parser.add_argument
-    add("--backends", type=_names(OURS), default=DEFAULT_BACKENDS, help=_known(OURS, DEFAULT_BACKENDS))
+    add("--backends", type=names_of(OURS), default=DEFAULT_BACKENDS, help=known(OURS, DEFAULT_BACKENDS))
     add(
         "--peers",
-        type=_names(PEERS, may_be_none=True),
+        type=names_of(PEERS, may_be_none=True),
         default=DEFAULT_PEERS,
-        help=f"{_known(PEERS, DEFAULT_PEERS)}; or {NONE}",
+        help=f"{known(PEERS, DEFAULT_PEERS)}; or {NONE}",
     )
     add(
         "--block-bytes", type=_block_sizes, default=_block_sizes("4K,16K,64K,256K,1M"), help="e.g. 4K,1M; each 4K to 1M"
     )
-    add("--pattern", type=_names(PATTERNS), default=tuple(PATTERNS), help=_known(PATTERNS))
-    add("--op", type=_names(OPS), default=OPS, help=_known(OPS))
+    add("--pattern", type=names_of(PATTERNS), default=tuple(PATTERNS), help=known(PATTERNS))
+    add("--op", type=names_of(OPS), default=OPS, help=known(OPS))
     add("--seconds", type=_seconds, default=1.0, help="per row (default 1)")
     add("--total-bytes", type=_total_bytes, default=64 << 20, help="per transfer (default 64M)")
-    add("--json", type=_output_file, metavar="FILE", help="write the numbers there, too")
-    add("--plot", type=_plot_file, metavar="FILE", help="draw throughput over block size there (PNG)")
+    add_output_files(parser, "throughput over block size")
     return parser
-
-
-def _known(known: Collection[str], default: Collection[str] = ()) -> str:
-    return f"of {', '.join(known)}; default {', '.join(default) or 'all'}"
-
-
-def _names(known: Collection[str], may_be_none: bool = False) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        if may_be_none and text == NONE:
-            return ()
-        names = tuple(dict.fromkeys(text.split(",")))
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; use {', '.join(known)}")
-        return names
-
-    return parse
 
 
 def _bytes(text: str) -> int:
@@ -131,33 +110,6 @@ def _seconds(text: str) -> float:
     if not 0 < seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds greater than 0, at most 3600")
     return seconds
-
-
-def _output_file(text: str) -> Path:
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
-    return path
-
-
-def _plot_file(text: str) -> Path:
-    """Told before the measuring, not after it."""
-    if not can_plot():
-        raise argparse.ArgumentTypeError(f"needs matplotlib; {INSTALL}")
-    return _output_file(text)
-
-
-# -- progress
-
-
-def _progress() -> Progress:
-    started_s = time.monotonic()
-
-    def progress(text: str) -> None:
-        sys.stderr.write(f"[{time.monotonic() - started_s:5.0f} s] {text}\n")
-        sys.stderr.flush()
-
-    return progress
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ def plot(results: Results, file: Path) -> None:
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
-    colours = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(row.name for row in results.rows))}
+    shades = pyplot.get_cmap("tab20")  # there are more contenders than usual colours
+    colours = {name: shades(i % 20) for i, name in enumerate(dict.fromkeys(row.name for row in results.rows))}
     kinds = list(dict.fromkeys((row.op, row.pattern) for row in results.rows))
     size = (_COLUMN_INCHES * len(kinds), 2 * _ROW_INCHES)
     figure, axes = pyplot.subplots(2, len(kinds), figsize=size, squeeze=False, sharex=True)
@@ -55,7 +56,7 @@ def _draw(
     title: str,
     unit: str,
     rows: list[Row],
-    colours: dict[str, str],
+    colours: dict[str, Any],
     value: Callable[[Row], float | None],
 ) -> None:
     for name, colour in colours.items():

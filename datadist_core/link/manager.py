@@ -104,9 +104,8 @@ class LinkManager:
         if link is not None and link.state in (LinkState.UNLINKING, LinkState.UNLINKING_PEER):
             raise LinkBusy(f"the link to cluster {cluster_id} is being unlinked")
         if link is None or not link.is_up:
-            raise NotYetLinked(
-                f"no link to cluster {cluster_id}{f' (last: {reason})' if reason else ''}; link_clusters first"
-            )
+            last = f" (last: {reason})" if reason else ""
+            raise NotYetLinked(f"no link to cluster {cluster_id}{last}; link_clusters first")
         return link
 
     def peek(self, cluster_id: int) -> Link | None:
@@ -348,8 +347,7 @@ class LinkManager:
         run_all("unlink", [partial(self._end_one, link, deadline) for link in links], _late(deadline), None)
 
     def _unlink_one(self, cluster_id: int, deadline: Deadline, force: bool) -> LLMStatusCode:
-        with self._lock:
-            link = self._links.get(cluster_id)
+        link = self.peek(cluster_id)
         if link is None:
             return LLMStatusCode.LLM_NOT_YET_LINK
         if link.state is LinkState.DOWN:  # noticed already, and on its way out of the table

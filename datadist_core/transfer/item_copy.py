@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._copy import native_library, scatter_copy
-from .._copy.helpers import MAX_THREADS, MIN_SHARED_BYTES, helpers_for
+from .._copy.helpers import MAX_THREADS, helpers_for
 from ..errors import Cancelled
 from ..types import Deadline
 from .plan import Batch, GridPair, Items, Op, Slice, check_indices, expand, is_whole
@@ -113,7 +113,7 @@ class ItemCopy:
         if function is None:
             self._run_in_python(op, as_items(local_items), as_items(remote_items), stop)
             return connection < 0 or not _has_hung_up(connection)
-        helpers = helpers_for(num_bytes, self._max_threads) if num_bytes >= MIN_SHARED_BYTES else 0
+        helpers = helpers_for(num_bytes, self._max_threads)
         status = function(
             self._plan_address,
             op is Op.READ,

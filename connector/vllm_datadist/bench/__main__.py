@@ -7,12 +7,11 @@ import argparse
 import json
 import signal
 import sys
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from datadist_core.bench.plot import INSTALL, can_plot
+from datadist_core.bench.options import NONE, add_output_files, known, names_of, progress_on_stderr
 
 from .contenders import DEFAULT_BACKENDS, DEFAULT_PEERS, OUR_NAMES, OURS, PEERS
 from .measure import BLOCK_TOKENS, CONTINUATION_TOKENS, Plan, run
@@ -20,9 +19,7 @@ from .model import UnusableModel, read_model
 from .plot import plot
 from .report import to_json, write_report
 from .results import Results
-from .servers import Progress
 
-NONE = "none"
 DEFAULT_TOKENS = (129, 513, 2049, 4097)
 DEFAULT_REPEATS = 8
 MAX_TOKENS = 8065
@@ -41,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _check_model(parser, plan)
     signal.signal(signal.SIGTERM, _leave)
     try:
-        results = run(plan, _progress())
+        results = run(plan, progress_on_stderr())
     except (UnusableModel, OSError) as error:
         sys.stderr.write(f"bench: {error}\n")
         return 1
@@ -75,38 +72,20 @@ def _parser() -> argparse.ArgumentParser:
         "Lists take commas. What cannot be used here is skipped, with the reason.",
     )
     add = parser.add_argument
-    add("--backends", type=_names(OURS), default=DEFAULT_BACKENDS, help=_known(OURS, DEFAULT_BACKENDS))
+    add("--backends", type=names_of(OURS), default=DEFAULT_BACKENDS, help=known(OURS, DEFAULT_BACKENDS))
     add(
         "--peers",
-        type=_names(PEERS, may_be_none=True),
+        type=names_of(PEERS, may_be_none=True),
         default=DEFAULT_PEERS,
-        help=f"{_known(PEERS, DEFAULT_PEERS)} (vLLM's NixlConnector); or {NONE}",
+        help=f"{known(PEERS, DEFAULT_PEERS)} (vLLM's NixlConnector); or {NONE}",
     )
     tokens = ",".join(map(str, DEFAULT_TOKENS))
     add("--tokens", type=_token_counts, default=DEFAULT_TOKENS, help=f"lengths of prompts; default {tokens}")
     add("--repeats", type=_count, default=DEFAULT_REPEATS, help=f"samples per row (default {DEFAULT_REPEATS})")
     add("--rounds", type=_count, default=1, help="start each contender's servers so many times, in turns (default 1)")
     add("--model", type=_model_folder, metavar="DIR", help="default: a random one with much KV cache, made here")
-    add("--json", type=_output_file, metavar="FILE", help="write the numbers there, too")
-    add("--plot", type=_plot_file, metavar="FILE", help="draw the added time over the length there (PNG)")
+    add_output_files(parser, "the added time over the length")
     return parser
-
-
-def _known(known: Collection[str], default: Collection[str]) -> str:
-    return f"of {', '.join(known)}; default {', '.join(default)}"
-
-
-def _names(known: Collection[str], may_be_none: bool = False) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        if may_be_none and text == NONE:
-            return ()
-        names = tuple(dict.fromkeys(text.split(",")))
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is unknown; use {', '.join(known)}")
-        return names
-
-    return parse
 
 
 def _token_counts(text: str) -> tuple[int, ...]:
@@ -148,32 +127,6 @@ def _check_model(parser: argparse.ArgumentParser, plan: Plan) -> None:
             f"argument --tokens: {max(plan.tokens)} is too long for {plan.model} (max_position_embeddings "
             f"{limit}); use at most {limit - CONTINUATION_TOKENS}"
         )
-
-
-def _output_file(text: str) -> Path:
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {path.parent}; make it, or name another file")
-    return path
-
-
-def _plot_file(text: str) -> Path:
-    if not can_plot():
-        raise argparse.ArgumentTypeError(f"{text!r}: a picture needs matplotlib; {INSTALL}")
-    return _output_file(text)
-
-
-# -- progress
-
-
-def _progress() -> Progress:
-    started_s = time.monotonic()
-
-    def progress(text: str) -> None:
-        sys.stderr.write(f"[{time.monotonic() - started_s:5.0f} s] {text}\n")
-        sys.stderr.flush()
-
-    return progress
 
 
 if __name__ == "__main__":

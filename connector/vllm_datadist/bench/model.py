@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 FLOAT32_BYTES = 4
-_MAX_POSITIONS = 8192
+MAX_POSITIONS = 8192
 
 
 class UnusableModel(ValueError):
@@ -27,12 +27,21 @@ class ServedModel:
 
 
 def make_kv_heavy_model(directory: Path) -> None:
-    """128 KiB of KV cache per token. `initializer_range` is large so that attention matters: with the usual small
-    weights a wrong KV cache would go unseen in the text."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
 
-    config = LlamaConfig(
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(kv_heavy_config(), dtype=torch.float32).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+
+
+def kv_heavy_config() -> Any:
+    """128 KiB of float32 KV cache per token for little compute. `initializer_range` is large so that attention
+    matters: with the usual small weights a wrong KV cache would go unseen in the text."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
         vocab_size=258,
         hidden_size=128,
         intermediate_size=256,
@@ -41,20 +50,16 @@ def make_kv_heavy_model(directory: Path) -> None:
         num_key_value_heads=16,
         head_dim=128,
         initializer_range=0.3,
-        max_position_embeddings=_MAX_POSITIONS,
+        max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
         bos_token_id=256,
         eos_token_id=257,
         pad_token_id=257,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    _save_byte_tokenizer(directory)
 
 
-def _save_byte_tokenizer(directory: Path) -> None:
-    """One token per byte. Prompts are token ids anyway; the server wants a tokenizer."""
+def byte_tokenizer() -> Any:
+    """A byte-level BPE without merges: one token per byte, so that the length of a prompt is exact."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -63,9 +68,9 @@ def _save_byte_tokenizer(directory: Path) -> None:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(["<s>", "</s>"])
-    PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="</s>", model_max_length=_MAX_POSITIONS
-    ).save_pretrained(directory)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="</s>", model_max_length=MAX_POSITIONS
+    )
 
 
 def read_model(path: Path) -> ServedModel:
