@@ -41,7 +41,7 @@ class PoolMapping:
     """`size_bytes` of zeroed shared memory at `address`, a multiple of `align_bytes`.
 
     In huge pages (both sizes are multiples of one then) a copy of scattered blocks misses the processor's address cache
-    less often: 10 to 30 % faster, most with small blocks. All of them are reserved at once, or the mapping fails:
+    less often: 5 to 28 % faster, most with small blocks. All of them are reserved at once, or the mapping fails:
     a page that is missing when it is touched would end the process.
 
     The mapping and `fd` live until the last reference to this object is gone; there is no close. Whoever hands
