@@ -3,6 +3,7 @@
 # make demo KEEP=1     ... and the servers stay up until Ctrl-C
 # make test            everything, with real vLLM servers (minutes)
 # make test-fast       without servers
+# make nightly         the long forms: 100,000 simulated schedules, soaks, fuzzing (an hour)
 # make bench           throughput and latency of the transfers; BENCH_ARGS=--help
 # make lint            ruff and mypy
 # make docs            docs/api, from the docstrings
@@ -11,12 +12,15 @@ VENV_PYTHON := .venv/bin/python
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+# Most tests wait more than they compute: two at a time, also on two processors. Servers take both for themselves.
+TEST_JOBS ?= 2
+SIDE_BY_SIDE = -n $(TEST_JOBS) --dist loadscope
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast bench lint docs clean
+.PHONY: help venv demo test test-fast nightly bench lint docs clean
 
 help:
-	@sed -n '2,8s/^# //p' Makefile
+	@sed -n '2,9s/^# //p' Makefile
 
 # bootstrap.py knows itself whether there is anything to do.
 venv:
@@ -25,11 +29,23 @@ venv:
 demo: venv
 	@$(VENV_PYTHON) -m examples.vllm_pd.demo $(if $(filter-out 0,$(KEEP)),--keep) $(DEMO_ARGS)
 
+# Both parts run, whatever the first one finds. pytest ends with 5 where TEST_ARGS leave it nothing to do.
 test: venv
-	$(VENV_PYTHON) -m pytest $(TEST_ARGS)
+	@$(VENV_PYTHON) -m pytest -m "not servers" $(SIDE_BY_SIDE) $(TEST_ARGS); without=$$?; \
+	$(VENV_PYTHON) -m pytest -m "servers" $(TEST_ARGS); with=$$?; \
+	echo "without servers: pytest ended with $$without; with servers: $$with"; \
+	{ [ $$without = 0 ] || [ $$without = 5 ]; } && { [ $$with = 0 ] || [ $$with = 5 ]; } && [ $$without$$with != 55 ]
 
 test-fast: venv
-	$(VENV_PYTHON) -m pytest -m "not servers and not slow" $(TEST_ARGS)
+	@$(VENV_PYTHON) -m pytest -m "not servers and not slow" $(SIDE_BY_SIDE) $(TEST_ARGS)
+
+# For hours when nobody waits: every part ends by itself, and says what it has run.
+nightly: venv
+	$(VENV_PYTHON) -m connector.tests.simulation --schedules 100000 --jobs $(TEST_JOBS)
+	$(VENV_PYTHON) -m datadist_core.testing.soak --seconds 600
+	$(VENV_PYTHON) -m integration_tests.soak --seconds 600
+	DATADIST_EXTRAS=fuzz $(PYTHON) tools/bootstrap.py
+	$(VENV_PYTHON) -m fuzz --seconds 600
 
 bench: venv
 	@$(VENV_PYTHON) -m datadist_core.bench $(BENCH_ARGS)

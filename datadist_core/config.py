@@ -6,7 +6,17 @@ from __future__ import annotations
 from typing import Any
 
 from .checks import UINT32_MAX, HostPort, check_range, check_type
-from .settings import INT64_MAX, PoolSettings, comm_res, is_digits, json_object, parse_backend, parse_pools
+from .settings import (
+    INT64_MAX,
+    PoolSettings,
+    comm_res,
+    is_digits,
+    json_object,
+    parse_backend,
+    parse_integrity,
+    parse_pools,
+    parse_security,
+)
 
 
 class LLMConfig:
@@ -32,6 +42,9 @@ class LLMConfig:
             "global_resource_config": None,
             "link_total_time": 0,
             "link_retry_count": 1,
+            "heartbeat_interval": 4000,
+            "integrity": "off",
+            "security": None,
             "rdma_traffic_class": None,
             "rdma_service_level": None,
             "mem_utilization": 0.95,
@@ -231,6 +244,53 @@ class LLMConfig:
     @link_retry_count.setter
     def link_retry_count(self, value: int) -> None:
         self._set_int("link_retry_count", value, "llm.LinkRetryCount", 1, 100)
+
+    @property
+    def heartbeat_interval(self) -> int:
+        """Ms between two signs of life on a link, 100..60000; default 4000. (An extension.)
+
+        A peer of which nothing comes for three of them is given up; of its own and this end's, the longer ones count.
+        """
+        return int(self._values["heartbeat_interval"])
+
+    @heartbeat_interval.setter
+    def heartbeat_interval(self, value: int) -> None:
+        self._set_int("heartbeat_interval", value, "llm.HeartbeatInterval", 100, 60_000)
+
+    @property
+    def integrity(self) -> str:
+        """Whether to check what was moved: "off" or "checksum"; default "off". (An extension.)
+
+        "checksum": a pull or push of this end returns only when checksums of its blocks, made at both ends after the
+        transfer, are the same; otherwise it raises IntegrityError, and the destination must not be used. It finds what
+        hardware, drivers and software spoil, whatever the backend. It does not protect against a peer or a network that
+        means to deceive. The peer's own setting does not matter. It costs both ends one more reading of the bytes, and
+        a round trip.
+        """
+        return str(self._values["integrity"])
+
+    @integrity.setter
+    def integrity(self, value: str) -> None:
+        check_type("integrity", value, str)
+        self._set_text("integrity", parse_integrity(value, "integrity"), "llm.Integrity")
+
+    @property
+    def security(self) -> str | None:
+        """Who may link, as JSON; default not set: whoever reaches the address. (An extension; see docs/security.md.)
+
+        {"secret_file": PATH} or {"secret_env": NAME}: both ends of a link prove that they know the secret kept there,
+        16 bytes or more; never the secret itself. {"tls": {"cert": PATH, "key": PATH, "ca": PATH}}: control
+        connections and those of the backend `tcp` use TLS, and both ends show a certificate that `ca` has signed.
+        {"limits": {"connections": 8192, "strangers": 1024}}: accepted control connections, in all and before a valid
+        hello. All ends that link with one another set the same. The files are read now, and again by `init`.
+        """
+        return self._values["security"]  # type: ignore[no-any-return]
+
+    @security.setter
+    def security(self, value: str) -> None:
+        check_type("security", value, str)
+        parse_security(value, "security")
+        self._set("security", value, "llm.Security", value)
 
     @property
     def rdma_traffic_class(self) -> int | None:

@@ -12,6 +12,7 @@ from types import TracebackType
 
 from .cache.cache import Cache
 from .cache.desc import CacheDesc
+from .cache.integrity import Integrity
 from .cache.manager import CacheManager
 from .cache.rules import Rules
 from .cache.serving import BEACON_CACHE_ID, CacheServer
@@ -28,6 +29,7 @@ from .errors import (
     ParamInvalid,
     PeerLost,
 )
+from .forks import process_token
 from .link.communicator import CommunicatorTable
 from .link.handshake import LocalEnd
 from .link.link import LinkInfo
@@ -37,13 +39,13 @@ from .memory.layout import CacheLayout, divide
 from .services import ServiceTable
 from .settings import Settings
 from .transfer.backend import BackendContext
+from .transfer.checksum import Checksummer
 from .transfer.engine import TransferEngine
 from .transfer.regions import RegionTable
 from .types import DataType, Deadline, LLMRole, LLMStatusCode, Placement, RegisterMemStatus
 
 logger = logging.getLogger(__name__)
 
-PROCESS_TOKEN = secrets.token_bytes(16)
 CHECK_LINK_TIMEOUT_S = 3.0
 _LISTEN_KEYS = ("llm.listenIpInfo", "listen_ip_info")
 
@@ -56,6 +58,7 @@ class _Parts:
         self.table = CacheTable()
         self.engine = TransferEngine()
         self.services = ServiceTable()
+        self.checksummer = Checksummer()
         self.on_link_lost: list[Callable[[int, LLMException], None]] = []
         cluster_id = owner.cluster_id
         self.engine.open(settings.transfer_backend, self._context(cluster_id), settings.backend_options)
@@ -69,7 +72,11 @@ class _Parts:
         self.regions = RegionTable(list(self.engine.backends.values()))
         # Asked only by peers, and so after `_build`.
         self.server = CacheServer(
-            cluster_id, self.table, self.regions, lambda key, of: self.cache_manager.keeper.drop_key(key, of)
+            cluster_id,
+            self.table,
+            self.regions,
+            self.checksummer,
+            lambda key, of: self.cache_manager.keeper.drop_key(key, of),
         )
         self.store = CacheStore(settings, self.regions)
         self.beacon_memory = BeaconMemory(next_region_id(), next_grid_id())
@@ -83,11 +90,15 @@ class _Parts:
             beacon=self.beacon_memory.beacon(exported),
             memory=self.beacon_memory,
             role=lambda: owner.role,
+            heartbeat_s=settings.heartbeat_s,
         )
         self.links = LinkManager(local, settings, self.engine, self.server, self.services.serve, self._report_link_lost)
         self.communicators = CommunicatorTable(cluster_id, self.links, self.services, settings.link_total_time_s)
         rules = Rules(settings, lambda: owner.role, owner._check_open)
-        self.cache_manager = CacheManager(cluster_id, settings, rules, self.engine, self.store, self.table, self.links)
+        integrity = Integrity(settings.integrity == "checksum", self.checksummer, self.regions)
+        self.cache_manager = CacheManager(
+            cluster_id, settings, rules, self.engine, self.store, self.table, self.links, integrity
+        )
         if settings.listen is not None:  # last: peers may come at once
             self.links.listeners.move(settings.listen)
 
@@ -97,6 +108,7 @@ class _Parts:
             self.communicators.close()
         if hasattr(self, "links"):
             self.links.close()
+        self.checksummer.close()
         self.engine.close()
         if hasattr(self, "store"):
             self.store.close()
@@ -109,7 +121,8 @@ class _Parts:
             serve_grid=lambda grid_id, op: self.server.serve_grid(grid_id, op),
             local_region=lambda region_id: self.regions.region(region_id),
             listen_host=self.settings.listen.host if self.settings.listen else None,
-            process_token=PROCESS_TOKEN,
+            process_token=process_token(),
+            security=self.settings.security,
             report_peer_lost=self._data_path_broke,
         )
 

@@ -121,6 +121,12 @@ class Unreachable(LLMException):
     default_code = LLMStatusCode.LLM_LINK_FAILED
 
 
+class IntegrityError(LLMException):
+    """What was moved is not what the source holds: with `integrity = "checksum"`. The destination must not be used."""
+
+    default_code = LLMStatusCode.LLM_FAILED
+
+
 class Cancelled(LLMException):
     """The operation was cancelled. The destination of a transfer is undefined."""
 

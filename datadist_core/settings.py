@@ -15,12 +15,14 @@ from typing import Any
 
 from .checks import UINT32_MAX, HostPort
 from .errors import ParamInvalid
+from .security import Security
 from .types import Placement
 
 logger = logging.getLogger(__name__)
 
 INT64_MAX = 2**63 - 1
 DEFAULT_PAGE_SHIFT = 16
+INTEGRITY_KINDS = ("off", "checksum")
 BUILT_IN_BACKENDS = ("auto", "loopback", "shm", "cma", "tcp", "nixl", "mooncake", "cann", "hixl")
 
 
@@ -65,6 +67,9 @@ class Settings:
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     link_total_time_s: float = 0.0
     link_retry_count: int = 1
+    heartbeat_s: float = 4.0
+    integrity: str = "off"
+    security: Security = field(default_factory=Security)
 
     @classmethod
     def from_options(cls, options: Mapping[str, str]) -> Settings:
@@ -92,6 +97,9 @@ _KNOWN_KEYS = {
     "llm.GlobalResourceConfig",
     "llm.LinkTotalTime",
     "llm.LinkRetryCount",
+    "llm.HeartbeatInterval",
+    "llm.Integrity",
+    "llm.Security",
     # Kept for compatibility; they steer hardware that is not here, but for those of `_FOR_THE_VENDOR`.
     "ge.exec.deviceId",
     "ge.session_device_id",
@@ -130,6 +138,9 @@ def _parse_settings(options: Mapping[str, str]) -> Settings:
         backend_options=_for_the_vendor(transfer_backend, backend_options, options),
         link_total_time_s=_digits(options, "llm.LinkTotalTime", 0, high=UINT32_MAX),
         link_retry_count=_digits(options, "llm.LinkRetryCount", 1, low=1, high=100),
+        heartbeat_s=_digits(options, "llm.HeartbeatInterval", 4000, low=100, high=60_000) / 1000,
+        integrity=parse_integrity(options.get("llm.Integrity", "off"), "llm.Integrity"),
+        security=parse_security(options.get("llm.Security"), "llm.Security"),
     )
 
 
@@ -159,6 +170,10 @@ def comm_res(text: str | None, name: str) -> str | None:
     if text:
         json_object(text, name)
     return text
+
+
+def parse_security(text: str | None, name: str) -> Security:
+    return Security.parse(text, name) if text else Security()
 
 
 def parse_pools(options: Mapping[str, str]) -> dict[Placement, PoolSettings]:
@@ -193,6 +208,12 @@ def parse_backend(name: str, option: str = "llm.TransferBackend") -> str:
     return name
 
 
+def parse_integrity(kind: str, name: str) -> str:
+    if kind not in INTEGRITY_KINDS:
+        raise ParamInvalid(f"{name}={kind!r} must be one of {', '.join(INTEGRITY_KINDS)}")
+    return kind
+
+
 def _digits(options: Mapping[str, str], key: str, default: int, low: int = 0, high: int = INT64_MAX) -> int:
     text = options.get(key)
     if text is None or text == "":
@@ -217,7 +238,7 @@ def _flag(options: Mapping[str, str], key: str) -> bool:
 def json_object(text: str, name: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ParamInvalid(f"{name}={text!r} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ParamInvalid(f"{name}={text!r} must be a JSON object")

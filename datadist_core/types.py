@@ -75,7 +75,7 @@ class LLMStatusCode(IntEnum):
     Attributes:
         LLM_SUCCESS: it was done. Never the code of an exception.
         LLM_FAILED: a failure without a code of its own: a call before `init`, a layer that was not released, a
-            service of a peer that raised, a transfer that was cancelled.
+            service of a peer that raised, a transfer that was cancelled, or one whose checksums differ.
         LLM_PARAM_INVALID: an argument or option that cannot work: bad indices, ranges, sizes, descriptors that do
             not match, no pool of that placement; in V1 also a call that the role forbids.
         LLM_WAIT_PROCESS_TIMEOUT: in V1, a transfer out of time.

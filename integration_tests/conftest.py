@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from examples.vllm_pd.models import make_tiny_model
+from integration_tests.warm_start import WarmProcess, warm_servers
 
 #: Shared memory that vLLM and Python make by name, and leave when they are killed. The connector has none with a name.
 VLLM_OWN = ("psm_", "sem.mp-", "vllm_dist_")
@@ -41,11 +42,20 @@ class TinyModels:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def warm_process() -> Iterator[WarmProcess | None]:
+    """Servers start in a tenth of the time."""
+    with warm_servers() as warm:
+        yield warm
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left(warm_process: WarmProcess | None) -> Iterator[None]:
     """After the last test: no process of ours, no entry in /dev/shm, no listening port of a child."""
     shm_before = set(os.listdir("/dev/shm"))
     yield
-    leftovers = _wait_until_gone(lambda: [p.pid for p in psutil.Process().children(recursive=True) if _is_server(p)])
+    warm_pid = None if warm_process is None else warm_process.pid
+    processes = lambda: [p for p in psutil.Process().children(recursive=True) if p.pid != warm_pid]  # noqa: E731
+    leftovers = _wait_until_gone(lambda: [p.pid for p in processes() if _is_server(p)])
     assert not leftovers, f"processes left: {leftovers}"
     files = _wait_until_gone(lambda: sorted(set(os.listdir("/dev/shm")) - shm_before))
     ours = [name for name in files if not name.startswith(VLLM_OWN)]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ from examples.vllm_pd.servers import (
     connector_config,
     metrics,
     metrics_by_label,
-    pd_completion,
+    prefill,
     start_all,
 )
 
@@ -32,10 +34,35 @@ LOCAL_TOKENS = "vllm:datadist_local_tokens_total"
 FAILED_LOADS = "vllm:datadist_failed_loads_total"
 TRANSFER_BYTES = "vllm:datadist_transfer_bytes_total"
 KV_USAGE = "vllm:kv_cache_usage_perc"
+#: How many more threads may be left than there were.
+POOL_THREADS = 4
+#: The backend that goes wrong on purpose; both ends must name the same one, only some ends say how.
+FAULTY_SHM = "datadist_core.testing.faults:FaultyShm"
 
 
 def random_prompt(num_tokens: int, seed: object) -> list[int]:
     return random.Random(str(seed)).choices(VOCABULARY, k=num_tokens)
+
+
+def alone(server: VllmServer, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+    """What the server makes of it by itself."""
+    return ask(server, prompt, num_tokens, cache_salt="alone").token_ids
+
+
+def handed_off(
+    first: VllmServer, second: VllmServer, prompt: Sequence[int], num_tokens: int = NUM_TOKENS, **body: Any
+) -> Completion:
+    return ask(second, prompt, num_tokens, kv_transfer_params=ticket_from(first, prompt), **body)
+
+
+def ticket_from(server: VllmServer, prompt: Sequence[int], **body: Any) -> dict[str, Any]:
+    ticket = prefill(server.base_url, prompt, model="model", **body).kv_transfer_params
+    assert ticket, f"{server.name} gave no ticket"
+    return ticket
+
+
+def ask(server: VllmServer, prompt: Sequence[int], num_tokens: int = NUM_TOKENS, **body: Any) -> Completion:
+    return completion(server.base_url, prompt, num_tokens, **({"model": "model"} | body))
 
 
 @dataclass(frozen=True)
@@ -49,10 +76,10 @@ class Fleet:
 
     def expected(self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> list[int]:
         # The salt keeps this prompt apart from those that are handed off, also in a prefix cache they share.
-        return completion(self.single.base_url, prompt, num_tokens, cache_salt="alone").token_ids
+        return alone(self.single, prompt, num_tokens)
 
     def handed_off(self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> Completion:
-        return pd_completion(self.prefill.base_url, self.decode.base_url, prompt, num_tokens)
+        return handed_off(self.prefill, self.decode, prompt, num_tokens)
 
     def check_exact(self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> None:
         got, want = self.handed_off(prompt, num_tokens).token_ids, self.expected(prompt, num_tokens)
@@ -85,6 +112,75 @@ def wait_until_blocks_are_free(*servers: VllmServer, seconds: float = 20.0) -> N
     for server in servers:
         usage = eventual_value(lambda server=server: metrics(server.base_url)[KV_USAGE], 0.0, seconds)
         assert usage == 0.0, f"{server.name} still holds {usage:.2%} of its KV blocks"
+
+
+class FaultFile:
+    """What goes wrong with the transfers of a server from now on: see `datadist_core.testing.faults`.
+
+    A fault's `nth` counts from the moment it is set. Between servers with a link that is the next load.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For the server's extra config."""
+        return {"transfer_backend": FAULTY_SHM, "backend_options": {"FaultyShm": {"fault": {"file": str(self._path)}}}}
+
+    @contextmanager
+    def fault(self, **fault: Any) -> Iterator[None]:
+        """E.g. kind="fail", nth=1."""
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(fault))
+        new.rename(self._path)
+        try:
+            yield
+        finally:
+            self._path.unlink()
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a server holds, all its processes but the API server (whose connections come and go)."""
+
+    fds: int
+    threads: int
+    mapped_pools: int
+
+    @classmethod
+    def of(cls, server: VllmServer) -> Footprint:
+        pids = server.pids()[1:]
+        fds = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+        threads = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)
+        pools = sum(Path(f"/proc/{pid}/maps").read_text().count("/memfd:") for pid in pids)
+        return cls(fds, threads, pools)
+
+    def fits_in(self, other: Footprint) -> bool:
+        """Thread pools start a thread when all others are busy, so a few more may be in use by chance."""
+        has_threads = self.threads <= other.threads + POOL_THREADS
+        return self.fds <= other.fds and has_threads and self.mapped_pools <= other.mapped_pools
+
+
+@contextmanager
+def nothing_leaks(*servers: VllmServer, seconds: float = 20.0) -> Iterator[None]:
+    """All blocks come back, and no file descriptor, thread, mapping or /dev/shm entry is left.
+
+    The servers must have done before what they do within: what they make once and keep does not count.
+    """
+    before = {server: Footprint.of(server) for server in servers}
+    shm_before = shm_entries()
+    yield
+    wait_until_blocks_are_free(*servers, seconds=seconds)
+    for server in servers:
+        fits = lambda server=server: Footprint.of(server).fits_in(before[server])  # noqa: E731
+        assert eventual_value(fits, True, 10.0), f"{server.name}: {before[server]} -> {Footprint.of(server)}"
+    assert eventual_value(lambda: shm_entries() - shm_before, set(), 10.0) == set()
+
+
+def shm_entries() -> set[str]:
+    """Names in /dev/shm but for those of Python's semaphores and vLLM's message queues of other processes."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("psm_", "sem.mp-"))}
 
 
 def config(role: str, extra: Mapping[str, Any] | None = None, **fields: Any) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from collections.abc import Iterator
 
 import httpx
@@ -15,14 +17,19 @@ from examples.vllm_pd.servers import (
     VllmServer,
     chat_stream,
     completion,
+    free_port,
     pd_completion,
     start_all,
 )
 from integration_tests.fleet import (
     Fleet,
+    alone,
+    ask,
     config,
+    handed_off,
     random_prompt,
     running_fleet,
+    ticket_from,
     wait_until_blocks_are_free,
 )
 
@@ -73,6 +80,110 @@ def test_a_client_that_leaves_frees_everything(tcp_fleet: Fleet, tmp_path) -> No
             next(answer.iter_lines())
         wait_until_blocks_are_free(tcp_fleet.prefill, tcp_fleet.decode)
         tcp_fleet.check_exact(random_prompt(70, "after the leaver"))
+
+
+def test_data_parallel_ranks_each_have_an_address_of_their_own(tcp_fleet: Fleet, models, tmp_path) -> None:
+    """B25: two ranks of P with one base port; what each promises is fetched from it."""
+    base = _two_free_ports()
+    server = VllmServer(
+        models("llama"),
+        kv_transfer_config=config("kv_producer", {"transfer_backend": "tcp", "port": base}),
+        extra_args=["--data-parallel-size", "2"],
+        name="dp",
+        log_dir=tmp_path,
+    )
+    with server:
+        addresses = []
+        for rank in (0, 1, 1, 0):
+            prompt = random_prompt(3 * BLOCK + 1, ("dp", rank, len(addresses)))
+            ticket = ticket_from(server, prompt, headers={"X-data-parallel-rank": str(rank)})
+            addresses.append(ticket["remote_port"])
+            with tcp_fleet.remote_tokens_grow_by(len(prompt)):
+                assert ask(tcp_fleet.decode, prompt, kv_transfer_params=ticket).token_ids == tcp_fleet.expected(prompt)
+        assert addresses == [base, base + 1, base + 1, base]
+        wait_until_blocks_are_free(server, tcp_fleet.decode)
+
+
+def _two_free_ports() -> int:
+    """The first of two ports beside each other that were free a moment ago."""
+    while True:
+        first = free_port()
+        with contextlib.suppress(OSError), socket.socket() as second:
+            second.bind(("0.0.0.0", first + 1))
+            return first
+
+
+#: vLLM takes any number of batched tokens >= 1, if it is not below `--max-num-seqs`.
+CHUNKS = (1, 31, 32, 33)
+
+
+def test_chunks_around_a_block(tcp_fleet: Fleet, models, tmp_path) -> None:
+    """B28: P prefills in chunks whose last one may need no new block."""
+
+    def server(chunk: int) -> VllmServer:
+        return VllmServer(
+            models("llama"),
+            kv_transfer_config=config("kv_producer", {"transfer_backend": "tcp"}),
+            extra_args=["--max-num-batched-tokens", str(chunk), "--max-num-seqs", "1"],
+            name=f"chunk{chunk}",
+            log_dir=tmp_path,
+        )
+
+    with start_all([server(chunk) for chunk in CHUNKS]) as servers:
+        for num_tokens in (BLOCK, 36, 2 * BLOCK + 2):
+            prompt = random_prompt(num_tokens, ("chunks", num_tokens))
+            wanted = tcp_fleet.expected(prompt)
+            for one in servers:
+                # Else D has it from the one before.
+                salted = {"cache_salt": one.name}
+                with tcp_fleet.remote_tokens_grow_by(num_tokens):
+                    got = ask(tcp_fleet.decode, prompt, kv_transfer_params=ticket_from(one, prompt), **salted)
+                assert got.token_ids == wanted, (one.name, num_tokens)
+        wait_until_blocks_are_free(*servers, tcp_fleet.decode)
+
+
+def test_another_block_size_is_refused_with_the_reason(tcp_fleet: Fleet, models, tmp_path) -> None:
+    """B33: today only equal block sizes are handed off. The text is right all the same, and P is told at once."""
+    decode = VllmServer(
+        models("llama"),
+        kv_transfer_config=config("kv_consumer", {"transfer_backend": "tcp"}),
+        block_size=2 * BLOCK,
+        name="block64",
+        log_dir=tmp_path,
+    )
+    with decode:
+        prompt = random_prompt(3 * BLOCK + 5, "blocks")
+        assert handed_off(tcp_fleet.prefill, decode, prompt).token_ids == tcp_fleet.expected(prompt)
+        assert "block_size per group is (64,) here and (32,) at P" in decode.log_text()
+        wait_until_blocks_are_free(tcp_fleet.prefill, decode, seconds=10.0)
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_beside_another_connector(models, tmp_path, ours_first: bool) -> None:
+    """B44: in vLLM's MultiConnector, with its example of a shared storage (its offloading needs a GPU).
+
+    Only the chosen one loads: ours if it comes first, else the other for all but a short prompt, which it does not
+    store. P is released in any case.
+    """
+    other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    other["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path / "storage")}
+
+    def server(name: str, role: str) -> VllmServer:
+        children = [{"kv_connector": "DataDistConnector", "kv_role": role}, other]
+        children = children if ours_first else children[::-1]
+        transfer = {"kv_connector": "MultiConnector", "kv_role": role}
+        transfer |= {"kv_connector_extra_config": {"connectors": children}}
+        return VllmServer(models("llama"), kv_transfer_config=transfer, name=name, log_dir=tmp_path)
+
+    with start_all([server("prefill", "kv_producer"), server("decode", "kv_consumer")]) as (first, second):
+        for num_tokens in (BLOCK - 1, 3 * BLOCK + 1):
+            prompt = random_prompt(num_tokens, ("multi", num_tokens))
+            wanted = alone(first, prompt)
+            for _ in range(2):
+                assert handed_off(first, second, prompt).token_ids == wanted
+            # Well before the leases end by themselves.
+            wait_until_blocks_are_free(first, second, seconds=10.0)
+        assert "shared_storage_path" in first.log_text()
 
 
 TENSOR_PARALLEL = pytest.param(

@@ -70,6 +70,9 @@ OPTION_SAMPLES: tuple[Any, ...] = (
     "127.0.0.1:0",
     '{"memory_size": 4096}',
     {"ge.flowGraphMemMaxSize": "1"},
+    4000,
+    "off",
+    "{}",
 )
 
 

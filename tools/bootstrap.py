@@ -28,10 +28,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST, NEWEST = (3, 10), (3, 13)
 EXTRAS = ("vllm", "router", "dev")
-OPTIONAL_EXTRAS = ("nixl", "mooncake", "plot")
+OPTIONAL_EXTRAS = ("nixl", "mooncake", "plot", "fuzz")
 EXTRAS_VARIABLE = "DATADIST_EXTRAS"
 # What shows that an extra's package can be used: nixl and mooncake load libraries of the system.
-USED_BY_EXTRA = {"nixl": "nixl._api", "mooncake": "mooncake.engine", "plot": "matplotlib"}
+USED_BY_EXTRA = {"nixl": "nixl._api", "mooncake": "mooncake.engine", "plot": "matplotlib", "fuzz": "atheris"}
 # For the demo's model: reading GGUF, and nothing of accelerate's or gguf's own needs that vLLM has not brought.
 MODEL_TOOLS = ("gguf", "accelerate")
 # Optional companions of torch that often do not fit a CPU torch, and then break `import vllm`.

@@ -429,6 +429,7 @@ def test_server_that_ends_is_told_with_its_log(setup: ServerSetup, monkeypatch: 
     server.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["time.sleep(99)", "raise SystemExit(1)"])
 def test_stop_ends_the_whole_tree_by_force_if_need_be(
     then: str, setup: ServerSetup, monkeypatch: pytest.MonkeyPatch

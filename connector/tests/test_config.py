@@ -39,6 +39,8 @@ def test_unknown_settings_are_named_with_the_known_ones() -> None:
         ("load_timeout_s", 1e9),
         ("load_threads", 0),
         ("load_threads", 2.0),
+        ("integrity", "on"),
+        ("integrity", True),
         ("huge_pages", 1),
         ("huge_pages", "true"),
     ],

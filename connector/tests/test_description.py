@@ -92,6 +92,7 @@ def test_what_may_differ(theirs: Description) -> None:
     ],
 )
 def test_what_may_not_differ(theirs: Description, field: str, ours_value: str, theirs_value: str) -> None:
+    """B35."""
     with pytest.raises(Incompatible) as caught:
         check_compatible(OURS, theirs)
     text = str(caught.value)
@@ -109,6 +110,7 @@ def test_many_differences_are_cut_short() -> None:
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
 def test_another_version_is_named_even_if_the_rest_cannot_be_read(version: int) -> None:
+    """B37."""
     body = msgspec.msgpack.encode({"version": version, "something": "else"})
     with pytest.raises(Incompatible, match=f"version is {PROTOCOL_VERSION} here and {version} at the peer"):
         decode(body)
@@ -118,5 +120,6 @@ def test_another_version_is_named_even_if_the_rest_cannot_be_read(version: int) 
     "body", [b"", b"\x80\x04\x95", b"\x00" * 64, b"\xff" * 9, msgspec.msgpack.encode({"version": PROTOCOL_VERSION})]
 )
 def test_what_is_no_description_is_refused(body: bytes) -> None:
+    """B39."""
     with pytest.raises(Incompatible, match="cannot be read"):
         decode(body)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who links when: attempts are shared, failures are forgotten, refusals are remembered. The core is a stand-in."""
+"""Who links when: attempts are shared, the next one waits a while after a failure, nobody is refused for ever.
+
+The core is a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,14 @@ from datadist_core.errors import CacheNotExist, LinkFailed, LLMException, ParamI
 from datadist_core.types import Deadline
 from vllm_datadist.description import PROTOCOL_VERSION, Description, Incompatible, encode
 from vllm_datadist.messages import Endpoint
-from vllm_datadist.worker.peers import Peer, PeerDirectory
+from vllm_datadist.worker.peers import (
+    FIRST_REFUSAL_S,
+    FORGET_S,
+    LONGEST_PAUSE_S,
+    LONGEST_REFUSAL_S,
+    Peer,
+    PeerDirectory,
+)
 
 P = Endpoint(0, 0, "10.0.0.1", 5000, 11)
 RESTARTED_P = Endpoint(0, 0, "10.0.0.1", 5000, 12)
@@ -53,14 +63,33 @@ class StandInCore:
         return encode(self.theirs)
 
 
+class Clock:
+    """Time passes only in pauses."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.pauses: list[float] = []
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(round(seconds, 6))
+        self.now_s += seconds
+
+
 @pytest.fixture
 def core() -> StandInCore:
     return StandInCore()
 
 
 @pytest.fixture
-def peers(core: StandInCore) -> PeerDirectory:
-    return PeerDirectory(core, lambda: OURS, 5.0, logging.getLogger("test"))
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def peers(core: StandInCore, clock: Clock) -> PeerDirectory:
+    return PeerDirectory(
+        core, lambda: OURS, 5.0, logging.getLogger("test"), lambda: clock.now_s, clock.pause, lambda: 1.0
+    )
 
 
 def _soon() -> Deadline:
@@ -96,6 +125,62 @@ def test_one_who_waits_gives_up_at_its_own_deadline(core: StandInCore, peers: Pe
     assert core.linked == [11]
 
 
+def test_the_pause_before_an_attempt_grows_with_failures_and_is_gone_with_a_success(
+    core: StandInCore, peers: PeerDirectory, clock: Clock
+) -> None:
+    core.outcomes = [LinkFailed("refused") for _ in range(7)]
+    for _ in range(7):
+        with pytest.raises(LinkFailed, match="refused"):
+            peers.ready(P, _soon())
+    peer = peers.ready(P, _soon())
+    assert clock.pauses == [0, 0.1, 0.2, 0.4, 0.8, 1.6, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    peers.drop(peer)
+    peers.ready(P, _soon())
+    assert clock.pauses[-1] == 0, "a link that has worked is made anew at once"
+
+
+def test_time_that_has_passed_anyway_is_not_waited_for_again(
+    core: StandInCore, peers: PeerDirectory, clock: Clock
+) -> None:
+    core.outcomes = [LinkFailed("refused") for _ in range(6)]
+    for _ in range(6):
+        with pytest.raises(LinkFailed, match="refused"):
+            peers.ready(P, _soon())
+        clock.now_s += LONGEST_PAUSE_S
+    assert set(clock.pauses) == {0}
+    assert len(core.linked) == 6
+
+
+def test_who_comes_during_the_pause_shares_the_attempt_that_follows(core: StandInCore) -> None:
+    paused, go_on = threading.Event(), threading.Event()
+
+    def pause(seconds: float) -> None:
+        if seconds:
+            paused.set()
+            assert go_on.wait(30)
+
+    peers = PeerDirectory(core, lambda: OURS, 5.0, logging.getLogger("test"), pause=pause)
+    core.outcomes = [LinkFailed("refused")]
+    with pytest.raises(LinkFailed, match="refused"):
+        peers.ready(P, _soon())
+    first = peers.prepare(P)
+    assert paused.wait(30)
+    others = [peers.prepare(P) for _ in range(4)]
+    with pytest.raises(TimedOut):
+        peers.ready(P, Deadline.after(0.01))
+    go_on.set()
+    assert {id(future.result(30)) for future in (first, *others)} == {id(first.result())}
+    assert core.linked == [11, 11]
+
+
+def test_other_peers_do_not_wait_for_one_that_failed(core: StandInCore, peers: PeerDirectory, clock: Clock) -> None:
+    core.outcomes = [LinkFailed("refused")]
+    with pytest.raises(LinkFailed, match="refused"):
+        peers.ready(P, _soon())
+    peers.ready(Endpoint(0, 0, "10.0.0.9", 5000, 99), _soon())
+    assert clock.pauses == [0, 0]
+
+
 def test_a_peer_that_does_not_fit_is_unlinked_and_not_asked_again(core: StandInCore, peers: PeerDirectory) -> None:
     core.theirs = msgspec.structs.replace(OURS, dtype="g")
     for _ in range(2):
@@ -110,6 +195,30 @@ def test_a_peer_that_refuses_us_is_not_asked_again(core: StandInCore, peers: Pee
         with pytest.raises(Incompatible, match="refused: the peer answered: dtype is 'g' here"):
             peers.ready(P, _soon())
     assert core.linked == [11]
+
+
+def test_a_peer_that_did_not_fit_is_asked_again_later(core: StandInCore, peers: PeerDirectory, clock: Clock) -> None:
+    """Such as one whose services were not there yet when it was asked."""
+    core.refusal = ParamInvalid("the peer answered: service 'describe' does not exist at this end")
+    for number in range(1, 9):
+        for _ in range(3):
+            with pytest.raises(Incompatible, match="does not exist"):
+                peers.ready(P, _soon())
+        assert len(core.linked) == number, "asked once per pause"
+        clock.now_s += min(LONGEST_REFUSAL_S, FIRST_REFUSAL_S * 2 ** (number - 1)) + 0.001
+    core.refusal = None
+    assert peers.ready(P, _soon()).endpoint == P
+
+
+def test_failures_of_peers_that_never_come_again_are_forgotten(
+    core: StandInCore, peers: PeerDirectory, clock: Clock
+) -> None:
+    for cluster_id in range(50):
+        core.outcomes = [LinkFailed("refused")]
+        with pytest.raises(LinkFailed):
+            peers.ready(Endpoint(0, 0, "10.0.0.1", 5000, cluster_id), _soon())
+        clock.now_s += FORGET_S / 4
+    assert len(peers._troubles) < 10
 
 
 def test_a_peer_that_is_still_starting_is_asked_again(core: StandInCore, peers: PeerDirectory) -> None:

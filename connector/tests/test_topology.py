@@ -16,6 +16,7 @@ from vllm_datadist.worker.topology import (
     LayerDescription,
     PlanError,
     block_slices,
+    check_layers,
     moves_whole_blocks,
     pair_blocks,
     plan_layer,
@@ -94,8 +95,9 @@ def test_every_plan_moves_exactly_what_a_naive_gather_moves(
             assert list(range(plan.first_head, plan.first_head + plan.num_heads)) == shared
             have = _filled(source, source_table, num_tokens)
             got = np.full(target.num_blocks * target.block_bytes, -2, dtype=np.int64)
-            for from_block, to_block in zip(plan.source_blocks, plan.target_blocks, strict=True):
-                for part in plan.slices:
+            [piece] = plan.parts
+            for from_block, to_block in zip(piece.source_blocks, piece.target_blocks, strict=True):
+                for part in piece.slices:
                     start = to_block * target.block_bytes + part.target_offset
                     begin = from_block * source.block_bytes + part.source_offset
                     got[start : start + part.num_bytes] = have[begin : begin + part.num_bytes]
@@ -143,5 +145,5 @@ def test_what_cannot_be_paired_is_refused_with_field_and_both_values(field: str,
     ours = _layer(0, 4, 4, heads_first=True)
     theirs = msgspec.structs.replace(ours, **{field: value})
     with pytest.raises(PlanError) as caught:
-        plan_layer(theirs, ours, [1], [1], 0, 4)
+        check_layers(theirs, ours)
     assert f"{field} is {getattr(ours, field)} here and {value} at the peer" in str(caught.value)

@@ -176,7 +176,7 @@ def test_a_lease_that_ends_during_the_read_fails_the_load(workers: Callable[...,
 
     def slow_pull(*args: object) -> object:
         moved = pull(*args)
-        p.side.leases._active[remote.key].ends_at_s = 0.0
+        p.side.leases._leases._active[remote.key].ends_at_s = 0.0
         return moved
 
     d.side._runner._puller.pull = slow_pull
@@ -187,7 +187,18 @@ def test_a_lease_that_ends_during_the_read_fails_the_load(workers: Callable[...,
     assert "expired when the blocks had been read" in str(results.loads[0].error)
 
 
+def test_a_second_reader_with_the_same_ticket_is_not_told_that_the_lease_held(workers: Callable[..., Worker]) -> None:
+    """A router may try again elsewhere with a ticket that was used: P's blocks may hold something else by then."""
+    p, d, second = workers(), workers(), workers()
+    assert not _hand_off(p, d, [1], [1]).failed
+    second.side.start(StepWork(loads=[_job(_lease(p), [1], [1])]))
+    results = _results(second, lambda results: bool(results.received))
+    assert results.failed == {"d-1"}
+    assert "released" in str(results.loads[0].error)
+
+
 def test_engines_that_do_not_fit_are_refused_with_both_values(workers: Callable[..., Worker]) -> None:
+    """B35."""
     p, d = workers(), workers(model="other", cache_dtype="fp8")
     results = _hand_off(p, d, [1], [1])
     assert results.failed == {"d-1"}

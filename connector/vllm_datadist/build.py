@@ -17,6 +17,7 @@ from ._vllm import (
     init_logger,
 )
 from .config import ConnectorConfig
+from .drain import DrainNotice, drain_limit_s
 from .engine import (
     check_parallel,
     describe_engine,
@@ -45,6 +46,23 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     return SchedulerSide(engine_facts(vllm_config, kv_cache_config, connector_config(vllm_config)), logger)
 
 
+def build_drain_notice(vllm_config: VllmConfig) -> DrainNotice:
+    """Says in the log what SIGTERM will do to hand-offs."""
+    shutdown_timeout_s = float(getattr(vllm_config, "shutdown_timeout", 0))
+    limit_s = drain_limit_s(connector_config(vllm_config).drain_timeout_s, shutdown_timeout_s)
+    if transfer_config(vllm_config).is_kv_producer and shutdown_timeout_s == 0:
+        logger.info(
+            "SIGTERM will end this engine at once, also with hand-offs outstanding. Start it with "
+            "--shutdown-timeout SECONDS to let them end first."
+        )
+    return DrainNotice(limit_s)
+
+
+def worker_drain_limit_s(vllm_config: VllmConfig) -> float:
+    """How long a worker that is being ended may wait for its hand-offs."""
+    return drain_limit_s(connector_config(vllm_config).drain_timeout_s, 0.0)
+
+
 def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
     """Raises ListenError, UnsupportedMemory, UnsupportedModel or ConfigError: the engine cannot start like this."""
     config = connector_config(vllm_config)
@@ -61,6 +79,8 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         kv_cache_bytes(kv_cache_config),
         config.backend_options,
         config.huge_pages,
+        config.integrity,
+        config.security,
     )
     limits = LoadLimits(config.load_timeout_s, config.link_timeout_s, config.load_threads)
     return WorkerSide(node, place, limits, logger)

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+#: As in the core's `LLMConfig.integrity`.
+INTEGRITY_KINDS = ("off", "checksum")
 
 
 class ConfigError(ValueError):
@@ -22,10 +25,15 @@ class ConnectorConfig:
             worker; the others take the ports behind it.
         transfer_backend: "auto" = the best one that both ends can really use.
         backend_options: per backend, what the core's `global_resource_config` takes, e.g. {"tcp": {"streams": 2}}.
-        lease_s: how long P holds blocks that nobody renews.
+        lease_s: how long P holds blocks that nobody renews; with renewals 20 times as long at most.
         link_timeout_s: longest time for one attempt to link with a peer.
         load_timeout_s: longest time from the start of a load to its end, whatever happens.
         load_threads: how many loads of one worker run at the same time.
+        drain_timeout_s: after SIGTERM, how long hand-offs may go on; 0 = as long as vLLM's --shutdown-timeout allows,
+            which must be set, less the 3 s it takes to close.
+        integrity: "off", or "checksum": a load succeeds only if checksums of its blocks at P and here are the same.
+        security: the core's `security`, e.g. {"secret_file": "/run/secrets/datadist"}: who may link, and TLS. The same
+            for all engines; never the secret itself. See docs/security.md.
         huge_pages: put the KV cache into huge pages of the system (CPU workers; vm.nr_hugepages must have enough).
     """
 
@@ -37,6 +45,9 @@ class ConnectorConfig:
     link_timeout_s: float = 10.0
     load_timeout_s: float = 60.0
     load_threads: int = 4
+    drain_timeout_s: float = 0.0
+    integrity: str = "off"
+    security: Mapping[str, Any] = field(default_factory=dict)
     huge_pages: bool = False
 
     @classmethod
@@ -75,9 +86,25 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
+def _one_of(name: str, value: Any, accepted: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in accepted:
+        raise ConfigError(f"kv_connector_extra_config: {name} must be one of {', '.join(accepted)}, not {value!r}")
+    return value
+
+
 def _options(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(one, Mapping) for one in value.values()):
         raise ConfigError(f"kv_connector_extra_config: {name} must be an object of objects by backend, not {value!r}")
+    return value
+
+
+def _security(name: str, value: Any) -> Mapping[str, Any]:
+    """Its content is for the core to check. The text does not show it: it may hold a secret by mistake."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f'kv_connector_extra_config: {name} must be an object like {{"secret_file": PATH}}, not a '
+            f"{type(value).__name__}"
+        )
     return value
 
 
@@ -90,5 +117,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "link_timeout_s": _seconds,
     "load_timeout_s": _seconds,
     "load_threads": lambda name, value: _whole(name, value, 1, 256),
+    "drain_timeout_s": lambda name, value: 0.0 if value in (0, 0.0) else _seconds(name, value),
+    "integrity": lambda name, value: _one_of(name, value, INTEGRITY_KINDS),
+    "security": _security,
     "huge_pages": _flag,
 }

@@ -25,7 +25,13 @@ from ._vllm import (
     SupportsHMA,
     VllmConfig,
 )
-from .build import build_scheduler_side, build_worker_side, register_kv_caches
+from .build import (
+    build_drain_notice,
+    build_scheduler_side,
+    build_worker_side,
+    register_kv_caches,
+    worker_drain_limit_s,
+)
 from .engine import kv_cache_bytes
 from .messages import Endpoint, StepWork
 from .reports import WorkerReporter
@@ -47,6 +53,8 @@ class DataDistConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_side = build_scheduler_side(vllm_config, kv_cache_config)
+            self._drain = build_drain_notice(vllm_config)
+            self._drain.listen()
         else:
             self._worker_side = build_worker_side(vllm_config, kv_cache_config)
             self._reporter = WorkerReporter(self._worker_side)
@@ -84,7 +92,9 @@ class DataDistConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.update_state_after_alloc(request, blocks.blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        return self._scheduler.take_work()
+        work = self._scheduler.take_work()
+        work.drain_s = self._drain.take_limit_s()
+        return work
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.update_output(connector_output)
@@ -143,6 +153,7 @@ class DataDistConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         if self._worker_side is not None:
+            self._worker_side.drain(worker_drain_limit_s(self._vllm_config))
             self._worker_side.close()
 
     # --- both -------------------------------------------------------------------------------------------------

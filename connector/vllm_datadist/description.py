@@ -18,7 +18,7 @@ from datadist_core.types import LLMStatusCode
 from .worker.topology import LayerDescription
 
 #: Raised whenever an old peer could misread a new one. Both ends must agree exactly.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Incompatible(LLMException):
@@ -83,7 +83,7 @@ def decode(body: bytes) -> Description:
         if version != PROTOCOL_VERSION:
             raise Incompatible(f"protocol version is {PROTOCOL_VERSION} here and {version} at the peer")
         return msgspec.msgpack.decode(body, type=Description)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise Incompatible(f"the peer's description cannot be read: {error}") from error
 
 

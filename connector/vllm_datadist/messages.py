@@ -92,23 +92,29 @@ class ReleaseJob:
 
 @dataclass(slots=True)
 class StepWork:
-    """What the scheduler side tells every worker with one step. `ended`: requests that are gone from D."""
+    """What the scheduler side tells every worker with one step.
+
+    `ended`: requests that are gone from D. `drain_s`: the engine is to end, all leases end within this time.
+    """
 
     leases: list[LeaseOpen] = field(default_factory=list)
     watches: list[Watch] = field(default_factory=list)
     loads: list[LoadJob] = field(default_factory=list)
     releases: list[ReleaseJob] = field(default_factory=list)
     ended: list[RequestKey] = field(default_factory=list)
+    drain_s: float | None = None
 
     def is_empty(self) -> bool:
-        return not (self.leases or self.watches or self.loads or self.releases or self.ended)
+        is_told = self.leases or self.watches or self.loads or self.releases or self.ended
+        return not is_told and self.drain_s is None
 
 
 class LeaseState(str, Enum):
     """P's answer about a lease.
 
-    HELD: in force, or released while it was. EXPIRED: ended by time, so the blocks may hold something else.
-    RELEASED: asked to renew what was released before. UNKNOWN: never opened here, or too long ago.
+    HELD: in force, or released by the one who asks while it was. EXPIRED: ended by time, so the blocks may hold
+    something else. RELEASED: asked to renew what was released before, or to release what another reader has.
+    UNKNOWN: never opened here, or too long ago.
     """
 
     HELD = "held"
@@ -129,7 +135,10 @@ class Renew(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
+    """`reader` is D's own request: HELD is said again to it alone."""
+
     leases: list[LeaseRef]
+    reader: LeaseRef
 
 
 class LeaseAnswer(msgspec.Struct, frozen=True):

@@ -131,9 +131,9 @@ static int all_exist(const int64_t *items, int64_t n, int64_t num_items) {
     return largest < (uint64_t)num_items;
 }
 
-// Whether the other end of a connection has gone; POLLHUP and POLLERR are reported without being asked for.
+// Whether the other end of a connection has gone, or sends no more; POLLHUP and POLLERR are reported unasked.
 static int has_hung_up(int connection) {
-    struct pollfd asked = {.fd = connection};
+    struct pollfd asked = {.fd = connection, .events = POLLRDHUP};
     return poll(&asked, 1, 0) != 0;
 }
 

@@ -83,7 +83,7 @@ def decode_identity_as(kind: type[T], data: bytes, backend: str) -> T:
     """What a peer says of itself. Raises ProtocolError for garbage."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"this is not the identity of a {backend} backend: {error}") from error
 
 
@@ -91,7 +91,7 @@ def decode_descriptor_as(kind: type[R], data: bytes, region_id: int, size_bytes:
     """What a peer says of a region. Raises Unreachable for garbage, and if it is not of a region of that size."""
     try:
         described = msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise Unreachable(f"the descriptor of region {region_id} is malformed: {error}") from error
     if described.size_bytes != size_bytes:
         raise Unreachable(

@@ -44,6 +44,16 @@ class Peer:
         except (ProofGone, OSError) as error:
             raise self._blame(error) from error
 
+    def has_ended(self) -> bool:
+        """Whether it copies no more: its process has ended, or it has taken its proof away. False if unknown."""
+        try:
+            self.check_up()
+        except PeerLost:
+            return True
+        except LLMException:
+            return False
+        return False
+
     def move(self, ranges: CopyList, op: Op, check_wanted: Callable[[], None]) -> None:
         """Move `ranges` (absolute addresses). Between two pieces, `check_wanted` may raise to end it.
 

@@ -94,10 +94,11 @@ class InlineBatches:
         if running is not None:
             running.end(Cancelled(f"batch {batch_id} was cancelled"))
 
-    def end(self, error: LLMException, peer_id: int | None = None) -> None:
+    def end(self, error: LLMException, peer_id: int | None = None) -> bool:
         """End all batches, or those with one peer, and wait until their threads have left the memory alone.
 
-        Batches of the calling thread (it is in a `done` callback) are not waited for.
+        False if one of them did not in time. Batches of the calling thread (it is in a `done` callback) are not waited
+        for: they have copied what they had to copy.
         """
         with self._lock:
             ending = [b for b in self._open if peer_id is None or b.peer_id == peer_id]
@@ -106,7 +107,7 @@ class InlineBatches:
             others = {b for b in ending if b.thread_id != threading.get_ident()}
             self._num_waiting += 1
             try:
-                self._changed.wait_for(lambda: others.isdisjoint(self._open), _END_TIMEOUT_S)
+                return self._changed.wait_for(lambda: others.isdisjoint(self._open), _END_TIMEOUT_S)
             finally:
                 self._num_waiting -= 1
 

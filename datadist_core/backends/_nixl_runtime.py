@@ -108,6 +108,8 @@ class Runtime:
             self._drop(link, PeerLost(f"the link to peer {peer_id} was taken down"))
 
     def register(self, region: Region) -> bytes | None:
+        if not region.for_peers:  # the agents that move bytes register what they use on their own
+            return None
         registered = self._serving.register(region.address, region.size_bytes)
         with self._changed:
             self._registered[region.region_id] = registered

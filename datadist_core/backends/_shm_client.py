@@ -83,15 +83,21 @@ class RegionClient:
         if fd < 0:
             return False
         poller = select.poll()
-        poller.register(fd, 0)  # POLLHUP and POLLERR are reported without being asked for
+        poller.register(fd, select.POLLRDHUP)  # POLLHUP and POLLERR are reported without being asked for
         return not poller.poll(0)
 
+    def hang_up(self) -> None:
+        """Ask for no more; whoever waits for an answer gets PeerLost. The peer notices nothing yet. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
     def close(self) -> None:
-        """Say goodbye; whoever waits for an answer gets PeerLost. Idempotent."""
+        """Say goodbye, which tells the peer that its memory is touched no more. Idempotent."""
+        self.hang_up()
         with contextlib.suppress(PeerLost):
             self._send(Bye())
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_WR)
         with self._request_lock:  # free as soon as the waiting thread has seen the shutdown
             self._socket.close()
 

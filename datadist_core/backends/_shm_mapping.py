@@ -12,6 +12,8 @@ import numpy as np
 
 from ..errors import Unreachable
 
+_SEALS_AGAINST_WRITING = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE
+
 
 @dataclass(frozen=True, slots=True)
 class FileKey:
@@ -24,15 +26,18 @@ class FileKey:
 class MappedFile:
     """All of a memory file in our address space, for as long as this object is referred to.
 
-    There is no unmap: a copy in another thread holds a reference, and the mapping goes with the last one.
+    `writable` unless its owner has it otherwise. There is no unmap: a copy in another thread holds a reference, and the
+    mapping goes with the last one.
     """
 
     def __init__(self, fd: int) -> None:
         """Map; `fd` may be closed afterwards. Raises Unreachable if that is not safe or not possible."""
-        _check_sealed(fd)
+        seals = _checked_seals(fd)
+        self.writable = not seals & _SEALS_AGAINST_WRITING
         self.size_bytes = os.fstat(fd).st_size  # after the check: from here on it cannot shrink
         try:
-            mapped = mmap.mmap(fd, self.size_bytes)
+            protection = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
+            mapped = mmap.mmap(fd, self.size_bytes, prot=protection)
             mapped.madvise(mmap.MADV_DONTFORK)  # a forked child must not keep the peer's memory
         except (OSError, ValueError, OverflowError) as error:
             raise Unreachable(f"cannot map {self.size_bytes} bytes of the peer's memory: {error}") from error
@@ -54,7 +59,7 @@ def file_key(fd: int) -> FileKey:
     return FileKey(status.st_dev, status.st_ino)
 
 
-def _check_sealed(fd: int) -> None:
+def _checked_seals(fd: int) -> int:
     """A file that can still shrink under a mapping ends us with SIGBUS."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -62,3 +67,4 @@ def _check_sealed(fd: int) -> None:
         raise Unreachable(f"the peer's descriptor is not a memory file: {error}") from error
     if not seals & fcntl.F_SEAL_SHRINK:
         raise Unreachable("the peer's memory file is not sealed against shrinking; mapping it would not be safe")
+    return seals

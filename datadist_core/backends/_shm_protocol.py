@@ -65,7 +65,7 @@ def decode(packet: bytes) -> Message:
     """Raises ProtocolError."""
     try:
         return _decoder.decode(packet)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"malformed packet of {len(packet)} bytes: {error}") from error
 
 

@@ -51,11 +51,15 @@ class Admission:
 
 @dataclass(slots=True, eq=False)
 class _Guest:
-    """A connection to us, a stranger's until `admission` is set."""
+    """A connection to us, a stranger's until `admission` is set.
+
+    `expelled`: the link has ended here; that the peer closes its end is awaited, for until then it may be copying.
+    """
 
     socket: socket.socket
     proof: bytes = b""
     admission: Admission | None = None
+    expelled: Admission | None = None
 
 
 class RegionServer:
@@ -110,8 +114,13 @@ class RegionServer:
                 self._expected.remove(admission)
             for guest in self._guests:
                 if guest.admission is admission:
-                    guest.admission = None
-                    _shut_down(guest.socket)  # the server's thread sees the end, too, and drops it
+                    guest.admission, guest.expelled = None, admission
+                    _send_no_more(guest.socket)
+
+    def awaits_end_of(self, peer_id: int) -> bool:
+        """Whether a peer that was expelled has not closed its end yet."""
+        with self._lock:
+            return any(guest.expelled is not None and guest.expelled.peer_id == peer_id for guest in self._guests)
 
     def close(self) -> None:
         """Idempotent. The thread is gone afterwards, unless it is the caller."""
@@ -170,7 +179,7 @@ class RegionServer:
             return
 
     def _limit_strangers(self) -> None:
-        strangers = [guest for guest in self._guests if guest.admission is None]
+        strangers = [guest for guest in self._guests if guest.admission is None and guest.expelled is None]
         for guest in strangers[:-_MAX_STRANGERS]:
             self._drop(guest)
 
@@ -178,23 +187,40 @@ class RegionServer:
         """One packet of a guest. Descriptors that it sends are discarded by the kernel: there is no room for them."""
         try:
             data = guest.socket.recv(MAX_PACKET_BYTES)
-            message = decode(data) if data else None
-            if message is not None and not isinstance(message, Bye):
-                self._answer(guest, message)
-                return
-            error = PeerLost("the peer's process or its shared-memory backend ended") if message is None else None
         except BlockingIOError:
             return
+        except OSError as cause:
+            self._part(guest, _broken(cause))
+            return
+        if not data:
+            self._part(guest, PeerLost("the peer's process or its shared-memory backend ended"))
+            return
+        try:
+            message = decode(data)
+            if isinstance(message, Bye):
+                self._part(guest, None)
+            else:
+                self._answer(guest, message)
         except (OSError, ProtocolError) as cause:
-            error = PeerLost(f"the peer's shared-memory connection broke: {cause}")
-            error.__cause__ = cause
-        self._part(guest, error)
+            self._turn_away(guest, _broken(cause))
 
     def _part(self, guest: _Guest, error: LLMException | None) -> None:
+        """The peer has closed its end, or said goodbye: it copies no more."""
         with self._lock:
             admission, guest.admission = guest.admission, None
         self._drop(guest)
         if admission is not None:
+            self._on_lost(admission, error)
+
+    def _turn_away(self, guest: _Guest, error: LLMException) -> None:
+        """It cannot be answered, or talks nonsense. A linked one may still be copying: wait for its own end."""
+        with self._lock:
+            admission, guest.admission = guest.admission, None
+            guest.expelled = admission
+        if admission is None:
+            self._drop(guest)
+        else:
+            _send_no_more(guest.socket)
             self._on_lost(admission, error)
 
     def _drop(self, guest: _Guest) -> None:
@@ -206,6 +232,8 @@ class RegionServer:
 
     def _answer(self, guest: _Guest, message: Message) -> None:
         """Raises ProtocolError for what this guest may not say, OSError if it cannot be answered."""
+        if guest.expelled is not None:
+            return  # sent before it noticed
         if isinstance(message, Fetch) and guest.admission is not None:
             self._grant(guest, message.region_id)
         elif isinstance(message, Hello) and not guest.proof:
@@ -236,10 +264,16 @@ class RegionServer:
         socket.send_fds(guest.socket, [encode(Granted(region_id))], [region.mapping.fd])
 
 
+def _broken(cause: Exception) -> PeerLost:
+    error = PeerLost(f"the peer's shared-memory connection broke: {cause}")
+    error.__cause__ = cause
+    return error
+
+
 def _send(sock: socket.socket, message: Message) -> None:
     sock.send(encode(message))
 
 
-def _shut_down(sock: socket.socket) -> None:
+def _send_no_more(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the peer was faster
-        sock.shutdown(socket.SHUT_RDWR)
+        sock.shutdown(socket.SHUT_WR)

@@ -34,22 +34,26 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer needs to dial: where to try, the likeliest first. None at an end that does not listen."""
+    """What a peer needs to dial: where to try, the likeliest first. None at an end that does not listen.
+
+    `tls`: whether that end's connections are encrypted, all of them.
+    """
 
     version: int
     instance: Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
     endpoints: Annotated[list[Endpoint], msgspec.Meta(max_length=_MAX_ENDPOINTS)]
+    tls: bool = False
 
 
-def encode_identity(instance: bytes, endpoints: Sequence[Endpoint] = ()) -> bytes:
-    return msgspec.msgpack.encode(Identity(VERSION, instance, list(endpoints[:_MAX_ENDPOINTS])))
+def encode_identity(instance: bytes, endpoints: Sequence[Endpoint] = (), tls: bool = False) -> bytes:
+    return msgspec.msgpack.encode(Identity(VERSION, instance, list(endpoints[:_MAX_ENDPOINTS]), tls))
 
 
 def decode_identity(data: bytes) -> Identity:
     """Raises ProtocolError for garbage or another version."""
     try:
         identity = msgspec.msgpack.decode(data, type=Identity)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"this is not the identity of a tcp backend: {error}") from error
     if identity.version != VERSION:
         raise ProtocolError(f"the peer's tcp backend speaks protocol version {identity.version}, this one {VERSION}")

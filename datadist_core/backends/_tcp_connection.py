@@ -9,6 +9,9 @@ that send to each other never wait for one another.
 A thread that waits for an answer may borrow the receiving side: the loop does not look for incoming data then, the
 thread sleeps on the socket itself, and no switch to it is needed when the answer comes.
 
+Under TLS (`_tcp_tls`) what has come may wait where the socket does not show it. Then the loop is woken by the socket
+being writable, which it is as soon as the peer reads; so others get their turn, as with what waits in a socket.
+
 Everything here is done by the loop's owner, but for `wait_readable`.
 """
 
@@ -23,6 +26,7 @@ from typing import Protocol
 from ..errors import LLMException, PeerLost, ProtocolError
 from ._tcp_frames import HEADER_BYTES, Header, Kind, decode_header, encode_header
 from ._tcp_loop import READABLE, WRITABLE, IoLoop
+from ._tcp_tls import TlsStream, Wire
 
 _ALL, _MORE_FOLLOWS = int(socket.MSG_NOSIGNAL), int(socket.MSG_NOSIGNAL | socket.MSG_MORE)
 CHUNK_BYTES = 2 << 20
@@ -42,7 +46,7 @@ class Source(Protocol):
     @property
     def remaining(self) -> int: ...
 
-    def send(self, sock: socket.socket, budget: int) -> int: ...
+    def send(self, sock: Wire, budget: int) -> int: ...
 
     def on_sent(self) -> None:
         """Called once, when everything was handed to the socket or, after an abort, the last begun frame was."""
@@ -51,7 +55,7 @@ class Source(Protocol):
 class Sink(Protocol):
     """Where the data frames of one request go. Never asked for more than the frame's length."""
 
-    def receive(self, sock: socket.socket, budget: int) -> int: ...
+    def receive(self, sock: Wire, budget: int) -> int: ...
 
     def on_frame_end(self) -> None: ...
 
@@ -76,8 +80,9 @@ class Connection:
 
     owner: Owner
 
-    def __init__(self, loop: IoLoop, sock: socket.socket) -> None:
+    def __init__(self, loop: IoLoop, sock: Wire) -> None:
         self._loop, self._sock = loop, sock
+        self._tls = sock if isinstance(sock, TlsStream) else None
         self._closed = False
         self._events = READABLE
         self._blocked = False
@@ -97,6 +102,10 @@ class Connection:
     @property
     def closed(self) -> bool:
         return self._closed
+
+    @property
+    def encrypted(self) -> bool:
+        return self._tls is not None
 
     def send_frame(self, frame: bytes) -> None:
         """Queue a whole frame."""
@@ -135,7 +144,8 @@ class Connection:
 
     def wait_readable(self, timeout_s: float) -> None:
         """For the borrower, who need not be the owner: sleep until something has come, at most `timeout_s`."""
-        self._incoming.poll(1000 * timeout_s)
+        if self._tls is None or self._tls.drained:
+            self._incoming.poll(1000 * timeout_s)
 
     def read_borrowed(self, enough: Callable[[], bool]) -> bool:
         """For the borrower: take in what has come until `enough`, then give back. Whether it was given back."""
@@ -156,7 +166,8 @@ class Connection:
 
     def _on_events(self, events: int) -> None:
         # Whoever borrowed it reads; but a broken connection would wake the loop again and again.
-        if events & ~(READABLE | WRITABLE) or (events & READABLE and not self._borrowed):
+        readable = events & READABLE or self._buffered
+        if events & ~(READABLE | WRITABLE) or (readable and not self._borrowed):
             self._guarded(self._read)
         if events & WRITABLE and not self._closed:
             self._guarded(self._pump)
@@ -183,7 +194,7 @@ class Connection:
     def _pump(self) -> None:
         self._pumping = True
         try:
-            self._blocked = self._write()
+            self._blocked = self._write() or self._unflushed()
         finally:
             self._pumping = False
         if not self._closed:
@@ -240,8 +251,17 @@ class Connection:
         else:
             source.on_sent()
 
+    @property
+    def _buffered(self) -> bool:
+        return self._tls is not None and self._tls.buffered
+
+    def _unflushed(self) -> bool:
+        return self._tls is not None and not self._closed and not self._tls.flush()
+
     def _watch(self) -> None:
-        events = (0 if self._borrowed else READABLE) | (WRITABLE if self._blocked else 0)
+        events = 0 if self._borrowed else READABLE
+        if self._blocked or (self._tls is not None and (self._tls.unflushed or (events and self._tls.buffered))):
+            events |= WRITABLE
         if events != self._events:
             self._events = events
             self._loop.rewatch(self._sock.fileno(), events)
@@ -258,6 +278,13 @@ class Connection:
         self._left = len(buffer)
 
     def _read(self, enough: Callable[[], bool] = lambda: False) -> None:
+        try:
+            self._take_in(enough)
+        finally:
+            if self._tls is not None and not self._closed:
+                self._watch()
+
+    def _take_in(self, enough: Callable[[], bool]) -> None:
         budget = TURN_BYTES
         self._paused = False
         while budget > 0 and not self._closed and not self._paused and not enough():
@@ -330,7 +357,7 @@ class Discard:
 
     _scratch = bytearray(256 << 10)  # its content means nothing, so all may share it
 
-    def receive(self, sock: socket.socket, budget: int) -> int:
+    def receive(self, sock: Wire, budget: int) -> int:
         total = 0
         while total < budget:
             view = memoryview(self._scratch)[: budget - total]

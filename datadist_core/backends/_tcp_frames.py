@@ -14,8 +14,17 @@ The requester sends nothing more for a request after its CANCEL; the server send
 after the last byte of a READ. A WRITE waits for a GRANT, so that a refused one has nothing to drain and one whose
 memory is not available yet does not hold up what comes behind it.
 
-A connection begins with HELLO from the end that dialled. HEARD says that it has reached whom it meant, WELCOME that
-the link is up at the other end; only then other frames may follow.
+A connection begins with a proof of both ends that they know the link's token, which itself is never sent (what is
+proved, and how, says `_tcp_proof`):
+
+    HELLO    dialling end: which listener it means, its nonce, which stream of how many this is
+    HEARD    accepting end: you have reached it; its nonce
+    PROOF    dialling end: its proof
+    WELCOME  accepting end: its proof; the link is up here
+
+Only then other frames may follow.
+
+`decode_frames` is the whole of what is decoded here, without a connection: for tests and fuzzing.
 
 Ids, items and slices travel as raw little-endian integers: items, of which there may be a million, become NumPy
 arrays without a Python object each.
@@ -24,7 +33,7 @@ arrays without a Python object each.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeVar
@@ -38,7 +47,7 @@ from ..transfer.plan import Batch, Items, Op
 from ..types import LLMStatusCode
 
 MAGIC = b"DT"
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 16
 
 MAX_PAIRS = 4096
@@ -50,6 +59,8 @@ MAX_OPEN_REQUESTS = 64
 """Requests of one end that may be open on one connection; the requester keeps the rest back."""
 
 TOKEN_BYTES = 16
+NONCE_BYTES = 16
+PROOF_BYTES = 32
 INSTANCE_BYTES = 16
 MAX_STREAMS = 16
 
@@ -72,11 +83,12 @@ class Kind(IntEnum):
     END = 8
     CANCEL = 9
     HEARD = 10
+    PROOF = 11
 
 
 _MAX_BODY_BYTES = {
     Kind.HELLO: 128,
-    Kind.WELCOME: 0,
+    Kind.WELCOME: 64,
     Kind.READ: 8 * (MAX_ITEMS + _GRID_FIELDS * MAX_PAIRS + 2 * MAX_SLICES) + 64,
     Kind.WRITE: 8 * (MAX_ITEMS + _GRID_FIELDS * MAX_PAIRS + 2 * MAX_SLICES) + 64,
     Kind.GRANT: 0,
@@ -84,7 +96,8 @@ _MAX_BODY_BYTES = {
     Kind.PUSHED: MAX_DATA_BYTES,
     Kind.END: 4 * _MAX_TEXT + 64,
     Kind.CANCEL: 0,
-    Kind.HEARD: 0,
+    Kind.HEARD: 64,
+    Kind.PROOF: 64,
 }
 
 
@@ -99,12 +112,24 @@ class Header:
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """First frame of the end that dialled: which listener it means, the link's token, which stream this is."""
+    """First frame of the end that dialled: which listener it means, a nonce, which stream of the link this is."""
 
     instance: bytes
-    token: bytes
+    nonce: bytes
     stream: int
     num_streams: int
+
+
+class Heard(msgspec.Struct, frozen=True, array_like=True):
+    """The accepting end's nonce."""
+
+    nonce: bytes
+
+
+class Proof(msgspec.Struct, frozen=True, array_like=True):
+    """Body of PROOF and of WELCOME."""
+
+    proof: bytes
 
 
 class End(msgspec.Struct, frozen=True, array_like=True):
@@ -170,11 +195,36 @@ def encode_hello(hello: Hello) -> bytes:
 
 def decode_hello(body: bytes | bytearray) -> Hello:
     hello = _decode(body, Hello)
-    if len(hello.token) != TOKEN_BYTES or len(hello.instance) != INSTANCE_BYTES:
-        raise ProtocolError("HELLO has a token or instance of the wrong size")
+    if len(hello.nonce) != NONCE_BYTES or len(hello.instance) != INSTANCE_BYTES:
+        raise ProtocolError("HELLO has a nonce or instance of the wrong size")
     if not 1 <= hello.num_streams <= MAX_STREAMS or not 0 <= hello.stream < hello.num_streams:
         raise ProtocolError(f"HELLO for stream {hello.stream} of {hello.num_streams}; at most {MAX_STREAMS}")
     return hello
+
+
+def encode_heard(nonce: bytes) -> bytes:
+    return encode_frame(Kind.HEARD, 0, msgspec.msgpack.encode(Heard(nonce)))
+
+
+def decode_heard(body: bytes | bytearray) -> bytes:
+    """The nonce."""
+    heard = _decode(body, Heard)
+    if len(heard.nonce) != NONCE_BYTES:
+        raise ProtocolError("HEARD has a nonce of the wrong size")
+    return heard.nonce
+
+
+def encode_proof(kind: Kind, proof: bytes) -> bytes:
+    """PROOF or WELCOME."""
+    return encode_frame(kind, 0, msgspec.msgpack.encode(Proof(proof)))
+
+
+def decode_proof(body: bytes | bytearray) -> bytes:
+    """The proof in PROOF or WELCOME; whether it is right, `_tcp_proof` says."""
+    message = _decode(body, Proof)
+    if len(message.proof) != PROOF_BYTES:
+        raise ProtocolError("a proof has the wrong size")
+    return message.proof
 
 
 def encode_end(request_id: int, error: LLMException | None = None) -> bytes:
@@ -224,6 +274,44 @@ def decode_request(header: Header, body: bytes | bytearray) -> Wanted:
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """A frame with what its body says; `message` is None for kinds without a body, and for bare data."""
+
+    header: Header
+    message: Hello | bytes | Wanted | LLMException | None = None
+
+
+def decode_frames(data: bytes) -> Iterator[Frame]:
+    """All whole frames in `data`, one behind the other, decoded as the receiving end of a connection does.
+
+    The entry point for fuzzing: whatever `data` is, this yields frames, and may raise ProtocolError, and nothing
+    else. It keeps no state, opens nothing, and uses memory in proportion to `data`. What a kind may hold, and whether
+    it may come at that moment, is apart: `_tcp_link` and `_tcp_accept` decide on the latter.
+    """
+    at = 0
+    while len(data) - at >= HEADER_BYTES:
+        header = decode_header(data[at : at + HEADER_BYTES])
+        at += HEADER_BYTES
+        body = data[at : at + header.body_bytes]
+        if len(body) < header.body_bytes:
+            return
+        at += header.body_bytes
+        yield Frame(header, _decode_body(header, body))
+
+
+def _decode_body(header: Header, body: bytes) -> Hello | bytes | Wanted | LLMException | None:
+    if header.kind is Kind.HELLO:
+        return decode_hello(body)
+    if header.kind is Kind.HEARD:
+        return decode_heard(body)
+    if header.kind in (Kind.PROOF, Kind.WELCOME):
+        return decode_proof(body)
+    if header.kind in (Kind.READ, Kind.WRITE):
+        return decode_request(header, body)
+    return decode_end(body) if header.kind is Kind.END else None
+
+
 def _grid(grid_id: int, offset_bytes: int, stride_bytes: int, item_bytes: int, num_items: int) -> Grid:
     return Grid(grid_id, 0, offset_bytes, stride_bytes, item_bytes, num_items)
 
@@ -265,5 +353,5 @@ def _integers(data: bytes, kind: np.dtype[np.signedinteger | np.unsignedinteger]
 def _decode(body: bytes | bytearray, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"malformed {kind.__name__} from the peer: {error}") from error

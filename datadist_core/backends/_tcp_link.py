@@ -17,17 +17,17 @@ from ._tcp_connection import Connection, Sink, translated
 from ._tcp_frames import Header, Kind
 from ._tcp_loop import IoLoop
 from ._tcp_requests import Request, Requester
-from ._tcp_serve import Server
+from ._tcp_serve import Budget, Server
 
 
 class _Stream:
     """One connection of a link: routes its frames to the half that they are for."""
 
-    def __init__(self, link: Link, connection: Connection, loop: IoLoop, context: BackendContext):
+    def __init__(self, link: Link, connection: Connection, loop: IoLoop, context: BackendContext, budget: Budget):
         self._link = link
         self.connection = connection
         self.requester = Requester(connection)
-        self.server = Server(connection, loop, context)
+        self.server = Server(connection, loop, context, budget)
         connection.owner = self
 
     def on_header(self, connection: Connection, header: Header) -> Sink | None:
@@ -35,7 +35,7 @@ class _Stream:
             return self.requester.sink_of(header)
         if header.kind is Kind.PUSHED:
             return self.server.sink_of(header)
-        if header.kind in (Kind.HELLO, Kind.HEARD, Kind.WELCOME):
+        if header.kind in (Kind.HELLO, Kind.HEARD, Kind.PROOF, Kind.WELCOME):
             raise ProtocolError(f"{header.kind.name} on a link that is up")
         return None
 
@@ -73,11 +73,16 @@ class Link:
         self.attached: set[int] = set()
         self.lost: LLMException | None = None
         self._on_lost = on_lost
-        self._streams = [_Stream(self, connection, loop, context) for connection in connections]
+        budget = Budget()
+        self._streams = [_Stream(self, connection, loop, context, budget) for connection in connections]
 
     @property
     def num_streams(self) -> int:
         return len(self._streams)
+
+    @property
+    def encrypted(self) -> bool:
+        return self._streams[0].connection.encrypted
 
     def start(self, request: Request) -> None:
         """Begin a batch, or complete it at once if the link was lost meanwhile."""

@@ -4,7 +4,7 @@
 The ranges of a grid are worked out when the stream reaches it, as NumPy arrays, so that a transfer of millions of
 ranges needs the memory for those of a single grid; grids with few ranges are taken together, to move in one call.
 The bytes are moved by `_copy/iov.c`; without the compiled library by `sendmsg` and `recvmsg_into` over memory views,
-made for at most `_MAX_IOVECS` ranges at a time.
+made for at most `_MAX_IOVECS` ranges at a time; under TLS through a stretch of memory in between (`StagedCursor`).
 """
 
 from __future__ import annotations
@@ -14,21 +14,26 @@ import functools
 import itertools
 import os
 import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from .._copy import native_library
+from .._copy import native_library, scatter_copy
+from ..errors import LLMException
 from ..memory.grid import Grid
 from ..memory.region import Region
 from ..transfer.plan import Batch, Items, expand_side
 from ._tcp_frames import Wanted
+from ._tcp_tls import TAKE_BYTES, TlsStream, Wire
 
 _MAX_IOVECS = 1024
 _END_OF_STREAM = -1
 _FEW_RANGES = 4096
+_STAGE_FROM = 16 << 10
+"""Ranges of this size are worth a call of their own under TLS, which encrypts so much as one."""
 _VERY_FEW_RANGES = 16
 """Up to here plain numbers are quicker than arrays."""
 _NONE = np.empty(0, dtype=np.int64)
@@ -85,10 +90,15 @@ class _Shape:
 
 
 class MemoryStream:
-    """Goes once through a layout. Owned by one thread at a time."""
+    """Goes once through a layout. Owned by one thread at a time.
 
-    def __init__(self, layout: Layout) -> None:
+    Args:
+        encrypted: whether it will be a TLS connection that the bytes go through.
+    """
+
+    def __init__(self, layout: Layout, encrypted: bool = False) -> None:
         self._layout = layout
+        self._encrypted = encrypted
         self._next_grid = 0
         self._shape: _Shape | None = None
         self._relative = self._sizes = _NONE
@@ -102,23 +112,23 @@ class MemoryStream:
 
     def _enter(self) -> None:
         if self._layout.num_ranges <= _VERY_FEW_RANGES:
-            self._cursor = _cursor_of_few(self._layout)
+            self._cursor = _cursor_of_few(self._layout, self._encrypted)
             self._next_grid = len(self._layout.grids)
         else:
             self._enter_next_grids()
 
-    def send(self, sock: socket.socket, budget: int) -> int:
+    def send(self, sock: Wire, budget: int) -> int:
         """Send up to `budget` bytes. Fewer than both `budget` and `remaining` means that the socket would block.
 
         Raises OSError when the connection is broken.
         """
         return self._move(sock, budget, True)
 
-    def receive(self, sock: socket.socket, budget: int) -> int:
+    def receive(self, sock: Wire, budget: int) -> int:
         """The counterpart of `send`. Raises OSError also at the end of the stream."""
         return self._move(sock, budget, False)
 
-    def _move(self, sock: socket.socket, budget: int, sending: bool) -> int:
+    def _move(self, sock: Wire, budget: int, sending: bool) -> int:
         budget = min(budget, self.remaining)
         total = 0
         while total < budget:
@@ -140,7 +150,7 @@ class MemoryStream:
         self._next_grid += len(alike)
         starts = np.array([memory.base_address + memory.grid.offset_bytes for memory in alike], dtype=np.int64)
         addresses = (starts[:, None] + self._relative[None, :]).ravel()
-        self._cursor = make_cursor(addresses, np.tile(self._sizes, len(alike)))
+        self._cursor = make_cursor(addresses, np.tile(self._sizes, len(alike)), self._encrypted)
 
     def _work_out_ranges(self, grid: Grid) -> None:
         """The ranges relative to the grid's first item. The grids of a model's layers are alike: once will do."""
@@ -157,15 +167,17 @@ class Cursor(Protocol):
     @property
     def exhausted(self) -> bool: ...
 
-    def move(self, sock: socket.socket, budget: int, sending: bool) -> int: ...
+    def move(self, sock: Wire, budget: int, sending: bool) -> int: ...
 
 
-def make_cursor(addresses: Items, sizes: Items) -> Cursor:
+def make_cursor(addresses: Items, sizes: Items, encrypted: bool) -> Cursor:
+    if encrypted:
+        return StagedCursor(addresses, sizes)
     native = _native()
     return PythonCursor(addresses, sizes) if native is None else NativeCursor(native, addresses, sizes)
 
 
-def _cursor_of_few(layout: Layout) -> Cursor:
+def _cursor_of_few(layout: Layout, encrypted: bool) -> Cursor:
     addresses: list[int] = []
     sizes: list[int] = []
     items = layout.items.tolist()
@@ -176,8 +188,8 @@ def _cursor_of_few(layout: Layout) -> Cursor:
                 addresses.append(start + item * stride + offset)
                 sizes.append(size)
     native = _native()
-    if native is None:
-        return PythonCursor(np.array(addresses, dtype=np.int64), np.array(sizes, dtype=np.int64))
+    if encrypted or native is None:
+        return make_cursor(np.array(addresses, dtype=np.int64), np.array(sizes, dtype=np.int64), encrypted)
     kind = ctypes.c_int64 * len(sizes)
     return NativeCursor(native, kind(*addresses), kind(*sizes))
 
@@ -229,7 +241,7 @@ class NativeCursor:
     def exhausted(self) -> bool:
         return bool(self._struct.index >= self._struct.n)
 
-    def move(self, sock: socket.socket, budget: int, sending: bool) -> int:
+    def move(self, sock: Wire, budget: int, sending: bool) -> int:
         function = self._native.send if sending else self._native.receive
         moved = function(sock.fileno(), self._pointer, budget, self._error_pointer)
         if self._error.value:
@@ -249,7 +261,9 @@ class PythonCursor:
     def exhausted(self) -> bool:
         return not self._views and self._index >= len(self._sizes)
 
-    def move(self, sock: socket.socket, budget: int, sending: bool) -> int:
+    def move(self, sock: Wire, budget: int, sending: bool) -> int:
+        if isinstance(sock, TlsStream):
+            raise LLMException("a cursor for sockets was given a TLS connection")
         total = 0
         while total < budget and not self.exhausted:
             try:
@@ -285,6 +299,87 @@ class PythonCursor:
         del self._views[:done]
         if moved:
             self._views[0] = self._views[0][moved:]
+
+
+class _Stage(threading.local):
+    """Memory to put small ranges together in, or to take them apart from: one per thread, never kept between calls."""
+
+    def __init__(self) -> None:
+        self.memory = np.empty(TAKE_BYTES, dtype=np.uint8)
+        self.address = int(self.memory.ctypes.data)
+        self.view = self.memory.data
+
+
+_stage = _Stage()
+
+
+class StagedCursor:
+    """Moves through a TLS connection, which takes one stretch of bytes at a time."""
+
+    def __init__(self, addresses: Items, sizes: Items) -> None:
+        self._addresses, self._sizes = addresses, sizes
+        self._ends = np.cumsum(sizes)
+        self._num_bytes = int(self._ends[-1])
+        self._done = self._index = 0
+
+    @property
+    def exhausted(self) -> bool:
+        return self._done >= self._num_bytes
+
+    def move(self, sock: Wire, budget: int, sending: bool) -> int:
+        if not isinstance(sock, TlsStream):
+            raise LLMException("a cursor for TLS was given a socket")
+        total = 0
+        while total < budget and not self.exhausted:
+            try:
+                moved = self._move_once(sock, budget - total, sending)
+            except BlockingIOError:
+                break
+            if not moved:
+                raise _broken(_END_OF_STREAM)
+            total += moved
+        return total
+
+    def _move_once(self, tls: TlsStream, budget: int, sending: bool) -> int:
+        offset = self._done - int(self._ends[self._index] - self._sizes[self._index])
+        left = int(self._sizes[self._index]) - offset
+        if left >= _STAGE_FROM:
+            moved = self._move_whole(tls, int(self._addresses[self._index]) + offset, min(left, budget), sending)
+        else:
+            moved = self._move_staged(tls, min(budget, TAKE_BYTES, self._num_bytes - self._done), sending)
+        self._done += moved
+        if moved >= left:
+            self._index = int(np.searchsorted(self._ends, self._done, side="right"))
+        return moved
+
+    def _move_whole(self, tls: TlsStream, address: int, num_bytes: int, sending: bool) -> int:
+        view = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+        return tls.send(view) if sending else tls.receive_what_there_is(view)
+
+    def _move_staged(self, tls: TlsStream, num_bytes: int, sending: bool) -> int:
+        view = _stage.view[:num_bytes]
+        if sending:
+            self._copy(*self._next(num_bytes), sending)
+            return tls.send(view)
+        moved = tls.receive_what_there_is(view)
+        if moved:
+            self._copy(*self._next(moved), sending)
+        return moved
+
+    def _next(self, num_bytes: int) -> tuple[Items, Items]:
+        """The ranges of the next bytes."""
+        first, end = self._index, self._done + num_bytes
+        last = int(np.searchsorted(self._ends, end, side="left"))
+        addresses, sizes = self._addresses[first : last + 1].copy(), self._sizes[first : last + 1].copy()
+        offset = self._done - int(self._ends[first] - self._sizes[first])
+        addresses[0] += offset
+        sizes[0] -= offset
+        sizes[-1] -= int(self._ends[last]) - end
+        return addresses, sizes
+
+    def _copy(self, addresses: Items, sizes: Items, sending: bool) -> None:
+        staged = _stage.address + np.cumsum(sizes) - sizes
+        scatter_copy(staged, addresses, sizes) if sending else scatter_copy(addresses, staged, sizes)
 
 
 _AT_END = PythonCursor(_NONE, _NONE)

@@ -11,7 +11,6 @@ Everything here is done by the loop's owner, except for making a `Request`.
 from __future__ import annotations
 
 import math
-import socket
 import threading
 import time
 from collections import deque
@@ -23,6 +22,7 @@ from ._tcp_connection import Connection, Discard, Sink
 from ._tcp_frames import MAX_OPEN_REQUESTS, Header, Kind, decode_end, encode_frame
 from ._tcp_loop import IoLoop
 from ._tcp_memory import Layout, MemoryStream
+from ._tcp_tls import Wire
 
 CANCEL_GRACE_S = 3.0
 SMALL_BYTES = 1 << 20
@@ -39,7 +39,9 @@ class Request:
 
     kind = Kind.PUSHED
 
-    def __init__(self, batch_id: int, batch: Batch, layout: Layout, body: bytes, done: DoneCallback) -> None:
+    def __init__(
+        self, batch_id: int, batch: Batch, layout: Layout, body: bytes, done: DoneCallback, encrypted: bool = False
+    ) -> None:
         self.batch_id, self.op, self.deadline = batch_id, batch.op, batch.deadline
         self.peer_id = batch.peer_id
         self.body = body
@@ -55,7 +57,7 @@ class Request:
         self.give_up_at_s = math.inf
         self.why_ended: LLMException | None = None
         self._requester: Requester | None = None
-        self._stream: MemoryStream | None = MemoryStream(layout)
+        self._stream: MemoryStream | None = MemoryStream(layout, encrypted)
         self._remaining_after = 0
         self._done: DoneCallback | None = done
 
@@ -81,7 +83,7 @@ class Request:
         if self._stream is not None:
             self._stream.prepare()
 
-    def send(self, sock: socket.socket, budget: int) -> int:
+    def send(self, sock: Wire, budget: int) -> int:
         if self._stream is None:
             raise PeerLost("a WRITE ended while it was being sent")
         return self._stream.send(sock, budget)
@@ -89,7 +91,7 @@ class Request:
     def on_sent(self) -> None:
         """The peer's END is what counts."""
 
-    def receive(self, sock: socket.socket, budget: int) -> int:
+    def receive(self, sock: Wire, budget: int) -> int:
         if self._stream is not None:
             return self._stream.receive(sock, budget)
         got = _DISCARD.receive(sock, budget)

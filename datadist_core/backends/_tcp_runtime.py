@@ -16,7 +16,7 @@ from ..errors import Cancelled, ClosedError, LLMException, NotYetLinked, ParamIn
 from ..transfer.backend import BackendContext, Completion, DoneCallback
 from ..transfer.plan import Batch
 from ..types import Deadline
-from ._tcp_accept import MAX_UNMATCHED, Acceptor, Expected
+from ._tcp_accept import MAX_STRANGERS, Acceptor, Expected
 from ._tcp_address import Endpoint, decode_identity, encode_identity, listen, reachable_at
 from ._tcp_connection import Connection
 from ._tcp_dial import Dialler
@@ -26,7 +26,9 @@ from ._tcp_loop import IoLoop
 from ._tcp_memory import Layout
 from ._tcp_options import parse_options
 from ._tcp_parts import Ending, Joined, split
+from ._tcp_proof import LinkKey
 from ._tcp_requests import CANCEL_GRACE_S, Request
+from ._tcp_tls import Tls, check_both_or_none
 from ._tcp_workers import Workers
 
 
@@ -40,13 +42,14 @@ class Runtime:
         self._options = parse_options(context.options)
         self._instance = os.urandom(INSTANCE_BYTES)
         self._batches: dict[int, Ending] = {}
-        self._dialler = Dialler(self._options)
+        self._tls = Tls.of(context.security)
+        self._dialler = Dialler(self._options, self._tls)
         self._reporters = Workers("datadist-tcp-report", 1)
         self._acceptor: Acceptor | None = None
         self._listening = threading.Lock()
         self._listened: list[str] = []
         self._endpoints: list[Endpoint] = []
-        self.identity = encode_identity(self._instance)
+        self.identity = self._describe()
         self._loop = self._make_loop()
         self._loop.start()
         if context.listen_host is not None:
@@ -60,19 +63,20 @@ class Runtime:
         self._reporters.stop()
 
     def dial(self, peer_id: int, identity: bytes, link_token: bytes, deadline: Deadline) -> None:
-        socks = self._dialler.dial(decode_identity(identity), _checked(link_token), deadline)
+        wires = self._dialler.dial(decode_identity(identity), self._key(link_token), deadline)
         try:
-            self._loop.call(lambda: self._install(peer_id, [Connection(self._loop, sock) for sock in socks]))
+            self._loop.call(lambda: self._install(peer_id, [Connection(self._loop, wire) for wire in wires]))
         except ClosedError:
-            for sock in socks:
-                sock.close()
+            for wire in wires:
+                wire.close()
             raise
 
-    def accept(self, peer_id: int, link_token: bytes, deadline: Deadline) -> None:
+    def accept(self, peer_id: int, identity: bytes, link_token: bytes, deadline: Deadline) -> None:
+        check_both_or_none(self._tls, decode_identity(identity).tls)
         acceptor = self._acceptor
         if acceptor is None:
             raise Unreachable("this end does not listen, so it can only dial (no listen_ip_info)")
-        expected = Expected(_checked(link_token), lambda connections: self._install(peer_id, connections))
+        expected = Expected(self._key(link_token), lambda connections: self._install(peer_id, connections))
         self._loop.call(lambda: acceptor.expect(expected))
         try:
             expected.result.result(deadline.timeout())
@@ -109,11 +113,11 @@ class Runtime:
         bodies = [encode_request(part) for part in parts]
         forgetting = self._forgetting(batch_id, done)
         if len(parts) == 1:
-            self._submit_one(link, Request(batch_id, batch, layouts[0], bodies[0], forgetting))
+            self._submit_one(link, Request(batch_id, batch, layouts[0], bodies[0], forgetting, link.encrypted))
             return
         joined = Joined(len(parts), forgetting, self._post_unless_closed)
         requests = [
-            Request(batch_id, part, layout, body, joined.on_part)
+            Request(batch_id, part, layout, body, joined.on_part, link.encrypted)
             for part, layout, body in zip(parts, layouts, bodies, strict=True)
         ]
         joined.parts = requests
@@ -135,17 +139,26 @@ class Runtime:
             return  # closing ends it as well
 
     def listen(self, host: str) -> None:
-        """Accept at `host` as well. Raises Unreachable with the reason."""
+        """Accept at `host` as well ("*" or empty: all interfaces). Raises Unreachable with the reason."""
+        host = "" if host == "*" else host
         with self._listening:
             if host in self._listened:
                 return
             port = 0 if self._listened else self._options.port  # a port can be had once
-            listener = listen(host, port, self._options.rcvbuf, MAX_UNMATCHED)
+            listener = listen(host, port, self._options.rcvbuf, MAX_STRANGERS)
             self._loop.call(lambda: self._accept_at(listener))
             self._listened.append(host)
             # The latest first: it is where the owner wants to be reached now.
             self._endpoints = [*reachable_at(listener, self._options.advertise_host), *self._endpoints]
-            self.identity = encode_identity(self._instance, self._endpoints)
+            self.identity = self._describe()
+
+    def _describe(self) -> bytes:
+        return encode_identity(self._instance, self._endpoints, self._tls is not None)
+
+    def _key(self, link_token: bytes) -> LinkKey:
+        if len(link_token) != TOKEN_BYTES:
+            raise ParamInvalid(f"a link token has {TOKEN_BYTES} bytes, not {len(link_token)}")
+        return LinkKey(link_token)
 
     def _post_unless_closed(self, command: Callable[[], None]) -> None:
         with suppress(ClosedError):  # closing ends everything as well
@@ -187,7 +200,7 @@ class Runtime:
 
     def _accept_at(self, listener: socket.socket) -> None:
         if self._acceptor is None:
-            self._acceptor = Acceptor(self._loop, self._instance, self._options)
+            self._acceptor = Acceptor(self._loop, self._instance, self._options, self._tls)
         self._acceptor.add_listener(listener)
 
     def _start(self, link: Link, batch_id: int, batch: Ending, requests: Sequence[Request]) -> None:
@@ -227,9 +240,3 @@ class Runtime:
             self._acceptor.close(error)
         for peer_id in list(self.links):
             self._remove_link(peer_id, error)
-
-
-def _checked(link_token: bytes) -> bytes:
-    if len(link_token) != TOKEN_BYTES:
-        raise ParamInvalid(f"a link token has {TOKEN_BYTES} bytes, not {len(link_token)}")
-    return link_token

@@ -4,23 +4,78 @@
 The peer is not trusted: it names grids and items, and both are checked against what the owner lends (`serve_grid`).
 Lending may wait for the owner's locks, so it is an errand of the loop: other threads go on meanwhile.
 A grid stays lent until the last of its bytes is sent or received, or until the connection is gone.
+
+Nor may a peer make this end hold much memory by asking for much at a time (`Budget`): a request of some kilobytes can
+stand for millions of ranges.
 """
 
 from __future__ import annotations
 
-import socket
+from collections import deque
 from contextlib import ExitStack
 
 from ..errors import Cancelled, ClosedError, LLMException, PeerLost, ProtocolError, RemoteError
 from ..transfer.backend import BackendContext
 from ..transfer.plan import Op, check_items
 from ._tcp_connection import Connection, Sink
-from ._tcp_frames import MAX_OPEN_REQUESTS, Header, Kind, Wanted, decode_request, encode_end, encode_frame
+from ._tcp_frames import (
+    MAX_OPEN_REQUESTS,
+    MAX_RANGES_PER_PAIR,
+    Header,
+    Kind,
+    Wanted,
+    decode_request,
+    encode_end,
+    encode_frame,
+)
 from ._tcp_loop import IoLoop
 from ._tcp_memory import GridMemory, Layout, MemoryStream
+from ._tcp_tls import Wire
 
 MAX_PREPARING = 16 * MAX_OPEN_REQUESTS
 """Requests per connection that wait for the owner's memory, with those that were cancelled meanwhile."""
+
+MAX_RANGES = MAX_RANGES_PER_PAIR
+"""Of all requests of a link whose ranges are worked out: about 32 bytes each. More requests wait, however many."""
+MAX_ASKED_BYTES = 128 << 20
+"""Of all open requests of a link, as they came. More are refused."""
+
+
+class Budget:
+    """How much the requests of one link may hold. For the loop's owner."""
+
+    def __init__(self) -> None:
+        self._asked_bytes = 0
+        self._num_ranges = 0
+        self._waiting: deque[Served] = deque()
+
+    def ask(self, served: Served) -> bool:
+        """Whether there is room for a request as such. If so, `end` must follow; it begins now or later."""
+        if self._asked_bytes and self._asked_bytes + served.asked_bytes > MAX_ASKED_BYTES:
+            return False
+        self._asked_bytes += served.asked_bytes
+        self._waiting.append(served)
+        self._begin()
+        return True
+
+    def end(self, served: Served) -> None:
+        self._asked_bytes -= served.asked_bytes
+        if served.begun:
+            self._num_ranges -= served.num_ranges
+        else:
+            self._waiting.remove(served)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin those that there is room for, in order; the largest one alone if need be."""
+        while self._waiting:
+            first = self._waiting[0]
+            if self._num_ranges and self._num_ranges + first.num_ranges > MAX_RANGES:
+                return
+            self._waiting.popleft()
+            self._num_ranges += first.num_ranges
+            first.begun = True
+            first.prepare()
 
 
 class Served:
@@ -28,9 +83,12 @@ class Served:
 
     kind = Kind.PULLED
 
-    def __init__(self, server: Server, wanted: Wanted) -> None:
+    def __init__(self, server: Server, wanted: Wanted, asked_bytes: int) -> None:
         self.request_id, self.op = wanted.request_id, wanted.op
         self.wanted = wanted
+        self.asked_bytes = asked_bytes
+        self.num_ranges = len(wanted.items) * len(wanted.slices)
+        self.begun = False
         self.aborted = False
         self.over = False
         self._server = server
@@ -45,6 +103,9 @@ class Served:
     def prepared(self) -> bool:
         return self._stream is not None
 
+    def prepare(self) -> None:
+        self._server.prepare(self)
+
     def begin(self, stream: MemoryStream, lent: ExitStack) -> None:
         self._stream, self._lent = stream, lent
 
@@ -53,13 +114,13 @@ class Served:
         self.over = True
         self._lent.close()
 
-    def send(self, sock: socket.socket, budget: int) -> int:
+    def send(self, sock: Wire, budget: int) -> int:
         return self._opened().send(sock, budget)
 
     def on_sent(self) -> None:
         self._server.on_sent(self)
 
-    def receive(self, sock: socket.socket, budget: int) -> int:
+    def receive(self, sock: Wire, budget: int) -> int:
         return self._opened().receive(sock, budget)
 
     def on_frame_end(self) -> None:
@@ -75,8 +136,8 @@ class Served:
 class Server:
     """The peer's requests on one connection. Done by the loop's owner, except for `_prepare`."""
 
-    def __init__(self, connection: Connection, loop: IoLoop, context: BackendContext) -> None:
-        self._connection, self._loop, self._context = connection, loop, context
+    def __init__(self, connection: Connection, loop: IoLoop, context: BackendContext, budget: Budget) -> None:
+        self._connection, self._loop, self._context, self._budget = connection, loop, context, budget
         self._open: dict[int, Served] = {}
         self._num_preparing = 0
 
@@ -87,7 +148,14 @@ class Server:
         if self._num_preparing >= MAX_PREPARING:
             self._answer(wanted.request_id, RemoteError("too many requests are waiting for memory here"))
             return
-        served = self._open[wanted.request_id] = Served(self, wanted)
+        served = Served(self, wanted, len(body))
+        self._open[wanted.request_id] = served
+        if not self._budget.ask(served):
+            del self._open[wanted.request_id]
+            self._answer(wanted.request_id, RemoteError("requests of too many blocks at once; wait for some to end"))
+
+    def prepare(self, served: Served) -> None:
+        """There is room for it."""
         self._num_preparing += 1
         self._loop.send_on_errand(lambda: self._prepare(served))
         self._connection.pause()
@@ -133,6 +201,7 @@ class Server:
     def _forget(self, served: Served) -> None:
         del self._open[served.request_id]
         served.finish()
+        self._budget.end(served)
 
     def _answer(self, request_id: int, error: LLMException | None) -> None:
         self._connection.send_frame(encode_end(request_id, error))
@@ -163,7 +232,7 @@ class Server:
                 check_items(wanted.items, grid, wanted.slices)
                 checked = size
             grids.append(GridMemory(grid, loan.region.address))
-        stream = MemoryStream(Layout.of_request(wanted, tuple(grids)))
+        stream = MemoryStream(Layout.of_request(wanted, tuple(grids)), self._connection.encrypted)
         stream.prepare()
         return stream
 

@@ -17,8 +17,10 @@ Not reachable: other hosts, other process or network namespaces, other users, an
 `_cma_permission`. `connect` says which, with the remedy.
 
 An owner cannot stop a one-sided transfer. Before it gives memory back it has to ask its peers, as the link layer's
-Revoke does. A page that the peer's kernel cannot supply soon (swapped out, userfaultfd) holds up a copy like it holds
-up the peer itself.
+Revoke does. A process that was stopped in the middle of a transfer may go on with it when it is continued, up to the
+next look at the proof; its own proof, which it takes away after its last copy, tells when that is over (`is_fenced`).
+A page that the peer's kernel cannot supply soon (swapped out, userfaultfd) holds up a copy like it holds up the peer
+itself.
 
 Option `allow_ptrace` (false): with kernel.yama.ptrace_scope=1, let the linked peer touch our memory. Read
 `_cma_permission` for what else that allows it.
@@ -27,6 +29,7 @@ Option `allow_ptrace` (false): with kernel.yama.ptrace_scope=1, let the linked p
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -36,7 +39,7 @@ from typing import Any
 import msgspec
 
 from .._copy.cma import PROOF_BYTES, RemoteProcess, read_remote
-from ..errors import ClosedError, NotYetLinked, ParamInvalid, PeerLost, RemoteError, TimedOut, Unreachable
+from ..errors import ClosedError, LLMException, NotYetLinked, ParamInvalid, PeerLost, RemoteError, TimedOut, Unreachable
 from ..memory.region import Region
 from ..transfer.backend import Backend, BackendContext, Capabilities, DoneCallback
 from ..transfer.plan import Batch, expand
@@ -50,6 +53,8 @@ from ._cma_proofs import NUM_SLOTS, find_proof, prove
 from ._host import this_host
 from ._inline import InlineBatches, OpenBatch
 from ._proof_table import ProofTable
+
+_log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.002
@@ -105,6 +110,8 @@ class CmaBackend(Backend):
         self._lock = threading.Lock()
         self._standing: _Standing | None = None
         self._links: dict[int, _UpLink] = {}
+        #: Disconnected here, while the peer's own end may still be up.
+        self._leaving: dict[int, Peer] = {}
         self._batches = InlineBatches()
 
     def capabilities(self) -> Capabilities:
@@ -123,12 +130,11 @@ class CmaBackend(Backend):
             standing, self._standing = self._standing, None
             links = list(self._links.values())
             self._links.clear()
-        for up in links:
-            up.introduction.withdraw()
         if standing is not None:
             standing.closing.set()
             standing.door.close()
-        self._batches.end(ClosedError("the cma backend was closed"))
+        for up in links:
+            self._end(up, ClosedError("the cma backend was closed"))
 
     def identity(self) -> bytes:
         return self._opened().identity
@@ -150,12 +156,23 @@ class CmaBackend(Backend):
     def disconnect(self, peer_id: int) -> None:
         with self._lock:
             up = self._links.pop(peer_id, None)
-        if up is None:
-            return
-        up.introduction.withdraw()
-        self._batches.end(PeerLost(f"the link to peer {peer_id} was taken down"), peer_id)
+        if up is not None:
+            self._end(up, PeerLost(f"the link to peer {peer_id} was taken down"))
+
+    def is_fenced(self, peer_id: int) -> bool:
+        with self._lock:
+            if peer_id in self._links:
+                return False
+            peer = self._leaving.get(peer_id)
+        if peer is None or not peer.has_ended():
+            return peer is None
+        with self._lock:
+            self._leaving.pop(peer_id, None)
+        return True
 
     def register(self, region: Region) -> bytes | None:
+        if not region.for_peers:  # the kernel lets a peer of this user touch it all the same, but it is not told where
+            return None
         return msgspec.msgpack.encode(_Descriptor(region.address, region.size_bytes))
 
     def unregister(self, region_id: int) -> None:
@@ -175,10 +192,28 @@ class CmaBackend(Backend):
 
     def submit(self, batch_id: int, batch: Batch, done: DoneCallback) -> None:
         context, link = self._opened().context, self._link(batch.peer_id)
-        self._batches.run(batch_id, batch, done, lambda running: _move(running, batch, context, link))
+
+        def move(running: OpenBatch) -> None:
+            self._link(batch.peer_id)  # again, now that who ends the link waits for us
+            _move(running, batch, context, link)
+
+        self._batches.run(batch_id, batch, done, move)
 
     def cancel(self, batch_id: int) -> None:
         self._batches.cancel(batch_id)
+
+    def _end(self, up: _UpLink, error: LLMException) -> None:
+        """End the copies, then take the proof away: the peer takes it that its memory is touched no more."""
+        peer_id = up.link.peer_id
+        with self._lock:
+            self._leaving[peer_id] = up.link.peer
+            leaving = [one for one in self._leaving if one != peer_id]
+        if self._batches.end(error, peer_id):
+            up.introduction.withdraw()
+        else:
+            _log.error("a copy with peer %d does not end; its proof stays", peer_id)
+        for one in leaving:  # so that few are remembered
+            self.is_fenced(one)
 
     def _opened(self) -> _Standing:
         standing = self._standing

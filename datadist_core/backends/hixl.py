@@ -170,12 +170,14 @@ class CannBackend(Backend):
             logger.info("region %d is not registered with the vendor: there are links", region.region_id)
             return None
         registered = standing.engine.register(
-            region.address, region.size_bytes, _placement(region), standing.options.block_bytes, for_peers=True
+            region.address, region.size_bytes, _placement(region), standing.options.block_bytes, region.for_peers
         )
         if not registered.caches:
             return None
         with self._lock:
             self._regions[region.region_id] = registered
+        if not region.for_peers:
+            return None
         return msgspec.msgpack.encode(Descriptor(region.size_bytes, registered.models))
 
     def unregister(self, region_id: int) -> None:

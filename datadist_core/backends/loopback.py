@@ -93,7 +93,7 @@ class LoopbackBackend(Backend):
 
     def register(self, region: Region) -> bytes | None:
         self._regions[region.region_id] = region
-        return _TAG
+        return _TAG if region.for_peers else None
 
     def unregister(self, region_id: int) -> None:
         self._regions.pop(region_id, None)

@@ -157,12 +157,15 @@ class MooncakeBackend(Backend):
 
     def register(self, region: Region) -> bytes | None:
         standing = self._opened()
-        if not standing.server.register(region.address, region.size_bytes):
+        served = region.for_peers and standing.server.register(region.address, region.size_bytes)
+        if region.for_peers and not served:
             logger.info("Mooncake does not take region %s: it overlaps with another", region.region_id)
             return None
         standing.initiator.add(region.address, region.size_bytes)
         with self._lock:
             self._regions[region.region_id] = region
+        if not served:
+            return None
         return msgspec.msgpack.encode(Descriptor(region.address, region.size_bytes))
 
     def unregister(self, region_id: int) -> None:
@@ -171,7 +174,8 @@ class MooncakeBackend(Backend):
         if standing is not None and region is not None:
             with suppress(ClosedError):
                 standing.initiator.remove(region.address)
-                standing.server.unregister(region.address)
+                if region.for_peers:
+                    standing.server.unregister(region.address)
 
     def attach(self, peer_id: int, region_id: int, size_bytes: int, descriptor: bytes, deadline: Deadline) -> None:
         self._opened()

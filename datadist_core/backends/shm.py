@@ -10,7 +10,9 @@ memory, from crashing *us*.
 
 A mapping goes when the last region in it is detached and the last copy that uses it has ended: both hold a
 reference, and nothing else does. The connection to the peer stays open and tells when the peer has gone; data that
-was copied while it went is not called OK.
+was copied while it went is not called OK. It is closed only after this end's last copy, so that the peer knows from
+when on its memory is touched no more (`is_fenced`): a process that was stopped in the middle of a copy goes on with it
+when it is continued, whatever has become of the link meanwhile.
 
 Large copies are shared with other threads of this process while processors are idle (`_copy.helpers`): at most
 `copy_threads` in all, an option of this backend (1 to 4, default 4; 1 is the caller's thread alone).
@@ -21,6 +23,7 @@ a pool. `connect` and `attach` say which.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -43,6 +46,8 @@ from ._inline import InlineBatches, OpenBatch
 from ._shm_client import RegionClient
 from ._shm_mapping import FileKey, MappedFile, file_key
 from ._shm_server import Admission, RegionServer
+
+_log = logging.getLogger(__name__)
 
 _VERSION = 1
 
@@ -111,7 +116,8 @@ class _Link:
             remote = self._regions.of_pairs(pairs)
             remote_base = {region_id: region.address for region_id, region in remote.items()}
             copy = ItemCopy(pairs, slices, local_base, remote_base, self._max_threads)
-            move = _Move(self, batches, _Mapped(copy, (*local.values(), *remote.values())))
+            writable = all(region.file.writable for region in remote.values())
+            move = _Move(self, batches, _Mapped(copy, (*local.values(), *remote.values()), writable))
             self._moves.add(move)
             return move
 
@@ -122,10 +128,15 @@ class _Link:
         for move in moves:
             move.mapped = None
 
-    def close(self) -> None:
-        self.client.close()
+    def end(self, error: LLMException, batches: InlineBatches) -> None:
+        """End the copies, then part. Only then may the peer take it that its memory is touched no more."""
+        self.client.hang_up()
         self._regions.clear()
         self.forget_moves()
+        if batches.end(error, self.admission.peer_id):
+            self.client.close()
+        else:
+            _log.error("a copy with peer %d does not end; its connection stays open", self.admission.peer_id)
 
     def _add(self, region_id: int, described: _Descriptor, fd: int) -> None:
         key = file_key(fd)
@@ -143,6 +154,7 @@ class _Mapped:
 
     copy: ItemCopy
     regions: tuple[object, ...]
+    writable: bool
 
 
 class _Move(Prepared):
@@ -167,6 +179,8 @@ class _Move(Prepared):
         if mapped is None:
             self._link.check_up()
             raise ParamInvalid(f"a region of peer {self._link.admission.peer_id} that was prepared for is detached")
+        if op is Op.WRITE and not mapped.writable:
+            raise ParamInvalid(f"peer {self._link.admission.peer_id} lets nobody write to this memory")
         link = self._link
         connection = link.client.fileno()
         is_up = running.copy(mapped.copy, op, local_items, remote_items, connection)
@@ -209,11 +223,10 @@ class ShmBackend(Backend):
             links = list(self._links.values())
             self._links.clear()
             self._regions.clear()
+        for link in links:
+            link.end(ClosedError("the shm backend was closed"), self._batches)
         if server is not None:
             server.close()
-        for link in links:
-            link.close()
-        self._batches.end(ClosedError("the shm backend was closed"))
 
     def identity(self) -> bytes:
         self._opened()
@@ -243,13 +256,17 @@ class ShmBackend(Backend):
             return
         if server is not None:
             server.expel(link.admission)
-        link.close()
-        self._batches.end(PeerLost(f"the link to peer {peer_id} was taken down"), peer_id)
+        link.end(PeerLost(f"the link to peer {peer_id} was taken down"), self._batches)
+
+    def is_fenced(self, peer_id: int) -> bool:
+        with self._lock:
+            server, is_connected = self._server, peer_id in self._links
+        return not is_connected and (server is None or not server.awaits_end_of(peer_id))
 
     def register(self, region: Region) -> bytes | None:
         with self._lock:
             self._regions[region.region_id] = region
-        if region.mapping is None:
+        if region.mapping is None or not region.for_peers:
             return None
         return msgspec.msgpack.encode(_Descriptor(region.mapping.offset_bytes, region.size_bytes))
 
@@ -321,8 +338,8 @@ class ShmBackend(Backend):
     def _find_region(self, region_id: int) -> Region:
         with self._lock:
             region = self._regions.get(region_id)
-        if region is None:
-            raise Unreachable(f"region {region_id} is not registered (any more)")
+        if region is None or not region.for_peers:
+            raise Unreachable(f"region {region_id} is not registered (any more), or not for peers")
         return region
 
     def _on_lost(self, admission: Admission, error: LLMException | None) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tcp backend: works between any two hosts, with the peer's processor taking part.
 
-Read the modules in this order: `_tcp_frames` (the protocol), `_tcp_memory` (memory as a stream of bytes),
-`_tcp_loop` (who may touch a socket), `_tcp_connection` (frames on a socket), `_tcp_requests` and `_tcp_serve` (the
-two halves of a connection), `_tcp_link`, then `_tcp_address`, `_tcp_accept` and `_tcp_dial` (how a link comes about).
-`_tcp_runtime` holds all of it.
+Read the modules in this order: `_tcp_frames` (the protocol), `_tcp_proof` (who may open a connection), `_tcp_memory`
+(memory as a stream of bytes), `_tcp_tls` (a socket that encrypts), `_tcp_loop` (who may touch a socket),
+`_tcp_connection` (frames on a socket), `_tcp_requests` and `_tcp_serve` (the two halves of a connection), `_tcp_link`,
+then `_tcp_address`, `_tcp_accept` and `_tcp_dial` (how a link comes about). `_tcp_runtime` holds all of it.
 
 Threads: whoever wants something done with a connection becomes the owner of all of them for a moment (`_tcp_loop`):
 an io thread when something has come, the caller of a public method otherwise. The thread that submits a small batch
@@ -21,7 +21,6 @@ from ..memory.region import Region
 from ..transfer.backend import Backend, BackendContext, Capabilities, DoneCallback
 from ..transfer.plan import Batch
 from ..types import Deadline
-from ._tcp_address import decode_identity
 from ._tcp_runtime import Runtime
 
 
@@ -66,8 +65,7 @@ class TcpBackend(Backend):
         if initiator:
             running.dial(peer_id, identity, link_token, deadline)
         else:
-            decode_identity(identity)
-            running.accept(peer_id, link_token, deadline)
+            running.accept(peer_id, identity, link_token, deadline)
 
     def disconnect(self, peer_id: int) -> None:
         running = self._running
@@ -76,7 +74,7 @@ class TcpBackend(Backend):
 
     def register(self, region: Region) -> bytes | None:
         self._opened()
-        return b""
+        return b"" if region.for_peers else None
 
     def unregister(self, region_id: int) -> None:
         """Nothing to undo: what may be served is asked for each time."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import LLMException
+from . import scale
 from .blocks import PATTERNS, WORD_BYTES
 from .contenders import DEFAULT_BACKENDS, DEFAULT_PEERS, OURS, PEERS
 from .contract import OPS
@@ -27,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A bar that is missed, or a peer that fails, is reported and not an error.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["scale"]:
+        return scale.main(arguments[1:], progress_on_stderr())
     options = _parser().parse_args(arguments)
     plan = Plan(
         options.backends,
@@ -59,7 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m datadist_core.bench",
         description="Throughput and latency of pull and push, in turns with plain references and with other engines. "
-        "Lists take commas. What cannot be used here is skipped, with the reason.",
+        "Lists take commas. What cannot be used here is skipped, with the reason. "
+        "'scale' as the first argument measures one end with many links instead: 'scale --help'.",
     )
     add = parser.add_argument
     add("--backends", type=names_of(OURS), default=DEFAULT_BACKENDS, help=known(OURS, DEFAULT_BACKENDS))

@@ -58,6 +58,7 @@ class BackendContender:
         registered: move memory that the user allocated and registered, instead of memory from the pool.
         options: of the backend, at both ends.
         huge_pages: both pools lie in huge pages of the system.
+        integrity: of the end that moves.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class BackendContender:
         registered: bool = False,
         options: Mapping[str, Any] | None = None,
         huge_pages: bool = False,
+        integrity: str = "off",
     ) -> None:
         self.name = name
         self.backend = backend
@@ -76,7 +78,7 @@ class BackendContender:
         make: Callable[..., _Anywhere] = Here if in_process else _in_own_process
         here_id, self._peer_id = next(_cluster_ids), next(_cluster_ids)
         with ExitStack() as undo:
-            self._here = make(backend, here_id, HERE, cache_bytes, False, registered, options, huge_pages)
+            self._here = make(backend, here_id, HERE, cache_bytes, False, registered, options, huge_pages, integrity)
             undo.callback(self._here.close)
             self._there = make(backend, self._peer_id, THERE, cache_bytes, True, registered, options, huge_pages)
             undo.callback(self._there.close)
@@ -156,10 +158,17 @@ def _ours(
     registered: bool = False,
     options: Mapping[str, Any] | None = None,
     huge_pages: bool = False,
+    integrity: str = "off",
 ) -> Entry:
     name = name or backend
     make = functools.partial(
-        BackendContender, name, backend, registered=registered, options=options, huge_pages=huge_pages
+        BackendContender,
+        name,
+        backend,
+        registered=registered,
+        options=options,
+        huge_pages=huge_pages,
+        integrity=integrity,
     )
     return Entry(name, make, references)
 
@@ -174,6 +183,9 @@ ONE_THREAD = "shm-1"
 HUGE_PAGES = "shm-1-huge"
 """The same with both pools in huge pages, of which the system must have enough."""
 
+CHECKED = tuple(f"{name}-checksum" for name in ("shm", "tcp"))
+"""The same with `integrity="checksum"`: compared with the backend itself, they show what that costs."""
+
 OURS: dict[str, Entry] = {
     "auto": _ours("auto", _COPIES),
     "shm": _ours("shm", _COPIES),
@@ -186,6 +198,7 @@ OURS: dict[str, Entry] = {
     "loopback": Entry(
         "loopback", lambda size: BackendContender("loopback", "loopback", size, in_process=True), _COPIES
     ),
+    **{name: _ours(name.split("-")[0], (), name=name, integrity="checksum") for name in CHECKED},
 }
 """By the backend's name. Rows of one on another engine are called datadist-NAME: NAME is the engine itself."""
 
@@ -203,7 +216,7 @@ REFERENCES: dict[str, Entry] = {
 }
 
 DEFAULT_PEERS = tuple(PEERS)
-DEFAULT_BACKENDS = tuple(name for name in OURS if name not in ("loopback", HUGE_PAGES))
+DEFAULT_BACKENDS = tuple(name for name in OURS if name not in ("loopback", HUGE_PAGES, *CHECKED))
 OUR_NAMES = tuple(entry.name for entry in OURS.values())
 SAME_HOST_NAMES = ("auto", "shm", ONE_THREAD, "cma")
 

@@ -53,6 +53,8 @@ class End:
         registered: both boxes are memory of our own that is registered; otherwise they come from the pool.
         options: of the backend.
         huge_pages: the pool lies in huge pages of the system.
+        integrity: as in `LLMConfig`.
+        heartbeat_ms: between two heartbeats on its links.
     """
 
     OUTBOX, INBOX = 0, 1  # model ids, by which the other end names the caches
@@ -67,13 +69,18 @@ class End:
         registered: bool = False,
         options: Mapping[str, Any] | None = None,
         huge_pages: bool = False,
+        integrity: str = "off",
+        heartbeat_ms: int = 4000,
     ) -> None:
         self.seed = seed
         self.dist = LLMDataDist(LLMRole.MIX, cluster_id)
         self._memory = [anonymous_memory(cache_bytes) for _ in range(2)] if registered else []
         pool_bytes = _SLACK_BYTES + (0 if registered else 2 * cache_bytes)
         pool = {"memory_size": pool_bytes, "huge_pages": huge_pages}
-        self.dist.init(_config(backend, pool, listen, options or {}))
+        config = _config(backend, pool, listen, options or {})
+        config.integrity = integrity
+        config.heartbeat_interval = heartbeat_ms
+        self.dist.init(config)
         self._caches: list[Cache] = []
 
     @property

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 REVOKE_TIMEOUT_S = 6.0
 #: Then whatever still uses its memory at this end gets this long.
 SETTLE_TIMEOUT_S = 6.0
+#: And a peer that has lost its link, but may be stopped in the middle of a copy. Its memory is kept for longer.
+FENCE_WAIT_S = 1.0
 
 
 class CacheKeeper:
@@ -137,32 +139,50 @@ class CacheKeeper:
     def _settle(self, dropped: Dropped | None) -> None:
         if dropped is not None and dropped.retired:
             entry = dropped.entry
-            self._revoke(entry.cache_id)
-            if not self._table.settle(entry, Deadline.after(SETTLE_TIMEOUT_S)) and entry.is_registered:
-                raise TimedOut(
-                    f"cache_id={entry.cache_id} is gone, but a transfer of this end still uses its memory; keep that "
-                    "memory until the transfer has ended"
-                )
+            silent = self._revoke(entry.cache_id)
+            writers = [*silent, *self._links.who_may_write(entry.cache_id)]
+            self._keep_from(writers, entry)
+            wait_s = FENCE_WAIT_S if writers else SETTLE_TIMEOUT_S
+            if not self._table.settle(entry, Deadline.after(wait_s)):
+                self._tell_kept(entry, writers)
 
-    def _revoke(self, cache_id: int, keep_links: bool = False) -> None:
-        """Have every linked peer forget a cache, all at once. A peer that does not answer loses its link: it might
-        still be writing, and a link that is down cannot."""
+    def _keep_from(self, writers: Sequence[Link], entry: CacheEntry) -> None:
+        """The memory of a retired cache is not given up before none of these peers can write to it any more."""
+        if writers:
+            self._table.serve_retired(entry)
+            self._links.fences.when_fenced(writers, partial(self._table.end_serving, entry))
+
+    def _tell_kept(self, entry: CacheEntry, writers: Sequence[Link]) -> None:
+        """Its memory cannot be given up yet. What is ours will be later; the caller's own is the caller's concern."""
+        why = "a transfer of this end still uses its memory; keep that memory until the transfer has ended"
+        if writers:
+            names = ", ".join(str(link.peer.cluster_id) for link in writers)
+            why = f"cluster {names} may still write to its memory; it is kept until that process goes on or has ended"
+        if entry.is_registered:
+            raise TimedOut(f"cache_id={entry.cache_id} is gone, but {why}")
+        logger.warning("cache %d is freed, but %s", entry.cache_id, why)
+
+    def _revoke(self, cache_id: int, keep_links: bool = False) -> list[Link]:
+        """Have every linked peer forget a cache, all at once. Returns who did not: they lose their links (unless
+        `keep_links`), and may still be writing."""
         deadline = Deadline.after(REVOKE_TIMEOUT_S)
         links = [link for link in self._links.links() if link.answers.has_told_of(cache_id)]
         calls = [partial(_revoke_at, link, cache_id, deadline, keep_links) for link in links]
-        if len(calls) == 1:  # nearly always, and without a thread
-            calls[0]()
-        else:
-            run_all("revoke", calls, Deadline.never(), None)  # each of them ends by the deadline
+        # Nearly always there is one, and it needs no thread. Each ends by the deadline.
+        let_go = [calls[0]()] if len(calls) == 1 else run_all("revoke", calls, Deadline.never(), False)
+        return [link for link, has_let_go in zip(links, let_go, strict=True) if not has_let_go]
 
 
-def _revoke_at(link: Link, cache_id: int, deadline: Deadline, keep_link: bool) -> None:
+def _revoke_at(link: Link, cache_id: int, deadline: Deadline, keep_link: bool) -> bool:
+    """Whether the peer has let go of the cache."""
     try:
         link.answers.revoke(cache_id, deadline)
     except LLMException as error:
         logger.info("cluster %d did not let go of cache %d: %s", link.peer.cluster_id, cache_id, error)
         if not keep_link:
             link.close(error)
+        return False
+    return True
 
 
 def check_one_id(name: str, key: CacheKey) -> None:

@@ -31,6 +31,7 @@ from .args import (
 )
 from .cache import Cache, cache_tensors
 from .desc import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, MemInfo
+from .integrity import Integrity
 from .keeper import CacheKeeper
 from .layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from .local_copy import LocalCopier, check_contiguous
@@ -61,13 +62,14 @@ class CacheManager:
         store: CacheStore,
         table: CacheTable,
         links: LinkManager,
+        integrity: Integrity,
     ) -> None:
         self._settings = settings
         self._rules = rules
         self._store = store
         self._table = table
         self.keeper = CacheKeeper(cluster_id, rules, store, table, links)
-        self._mover = Mover(engine, table, links, rules)
+        self._mover = Mover(engine, table, links, rules, integrity)
         self._copier = LocalCopier(table)
 
     def is_initialized(self) -> bool:
@@ -218,7 +220,8 @@ class CacheManager:
             src_layer_range, dst_layer_range: equally long ranges of layers; None for all.
 
         Raises:
-            NotYetLinked, CacheNotExist, ParamInvalid, PeerLost, or TimedOut (in V1 with LLM_WAIT_PROCESS_TIMEOUT).
+            NotYetLinked, CacheNotExist, ParamInvalid, PeerLost, TimedOut (in V1 with LLM_WAIT_PROCESS_TIMEOUT), or,
+            with `LLMConfig.integrity`, IntegrityError.
         """
         self._rules.check_open()
         self._rules.check_may_pull()
@@ -285,7 +288,8 @@ class CacheManager:
             deadline_s: instead of `sync_kv_timeout` (an extension).
 
         Raises:
-            NotYetLinked, CacheNotExist, ParamInvalid, PeerLost, or TimedOut (in V1 with LLM_WAIT_PROCESS_TIMEOUT).
+            NotYetLinked, CacheNotExist, ParamInvalid, PeerLost, TimedOut (in V1 with LLM_WAIT_PROCESS_TIMEOUT), or,
+            with `LLMConfig.integrity`, IntegrityError.
         """
         self._rules.check_open()
         self._rules.check_may_pull()

@@ -24,6 +24,7 @@ from ..types import Deadline
 from ..wire.messages import Lookup
 from .cache import LOCAL_CACHE_ID, Cache
 from .desc import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from .integrity import Integrity, Moved
 from .keeper import check_one_id
 from .local_copy import check_blocks
 from .plans import Moves
@@ -63,12 +64,15 @@ Planner = Callable[[Met], Moves]
 class Mover:
     """Thread-safe."""
 
-    def __init__(self, engine: TransferEngine, table: CacheTable, links: LinkManager, rules: Rules) -> None:
+    def __init__(
+        self, engine: TransferEngine, table: CacheTable, links: LinkManager, rules: Rules, integrity: Integrity
+    ) -> None:
         self._engine = engine
+        self._integrity = integrity
         self._table = table
         self._links = links
         #: The short way of transfers like one before.
-        self.routes = Routes(engine, table, links, rules)
+        self.routes = Routes(engine, table, links, rules, integrity)
 
     def pull(
         self,
@@ -97,8 +101,19 @@ class Mover:
     def link(self, cluster_id: int) -> Link:
         return self._links.get(cluster_id)
 
-    def run(self, link: Link, op: Op, moves: Moves, backend_of: dict[int, Backend], deadline: Deadline) -> Ran:
-        """Run what is planned; the caller holds both caches. One batch per backend needed; usually one in all."""
+    def run(
+        self,
+        link: Link,
+        op: Op,
+        local: CacheEntry,
+        moves: Moves,
+        backend_of: dict[int, Backend],
+        deadline: Deadline,
+    ) -> Ran:
+        """Run what is planned, and check it if so set; the caller holds both caches.
+
+        One batch per backend needed; usually one in all.
+        """
         batches = [
             (backend, Batch(link.link_id, op, pairs, moves.local_items, moves.remote_items, moves.slices, deadline))
             for backend, pairs in _by_backend(moves, backend_of).items()
@@ -107,8 +122,9 @@ class Mover:
             batch.check()
         for backend, batch in batches:
             self._engine.run(backend, batch)
-        num_bytes = sum(batch.num_bytes for _, batch in batches)
-        return Ran(num_bytes, "+".join(backend.name for backend, _ in batches))
+        ran = Ran(sum(batch.num_bytes for _, batch in batches), "+".join(backend.name for backend, _ in batches))
+        self._integrity.check(Moved(link, op, local, moves, ran.backend), deadline)
+        return ran
 
     def _transfer(
         self, op: Op, key: RemoteKey, cache: Cache, plan: Planner, way: Signature | None, deadline: Deadline
@@ -120,7 +136,7 @@ class Mover:
             with using(link, query, deadline) as remote:
                 met = Met(link, local, remote.cache, remote.batch_index)
                 moves = plan(met)
-                ran = self.run(link, op, moves, remote.cache.backend_of, deadline)
+                ran = self.run(link, op, local, moves, remote.cache.backend_of, deadline)
                 if way is not None:
                     self._keep_route(way, op, met, moves)
             report = TransferReport(ran.num_bytes, ran.backend, time.perf_counter() - started_s)

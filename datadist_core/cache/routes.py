@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..errors import ParamInvalid, TimedOut
+from ..errors import NotYetLinked, ParamInvalid, PeerLost, TimedOut
 from ..link.link import Link
 from ..link.manager import LinkManager
 from ..link.remote import RemoteCache
@@ -28,6 +28,8 @@ from ..transfer.plan import Batch, GridPair, Op, Slice
 from ..types import Deadline
 from .cache import Cache
 from .desc import BlocksCacheKey, CacheKeyByIdAndIndex
+from .integrity import Integrity, Moved
+from .plans import Moves
 from .report import TransferReport
 from .rules import RemoteKey, Rules
 from .table import CacheEntry, CacheTable
@@ -75,6 +77,7 @@ class Route:
     """Transfers of blocks between one cache here and one at a peer.
 
     Attributes:
+        pairs: of all legs.
         bytes_of_one: of one block, over all tensors.
         backend_names: as in a report.
     """
@@ -85,20 +88,24 @@ class Route:
     remote: RemoteCache
     slices: tuple[Slice, ...]
     legs: tuple[Leg, ...]
+    pairs: list[GridPair] = field(init=False)
     bytes_of_one: int = field(init=False)
     backend_names: str = field(init=False)
 
     def __post_init__(self) -> None:
-        num_pairs = sum(len(leg.pairs) for leg in self.legs)
-        object.__setattr__(self, "bytes_of_one", num_pairs * sum(s.num_bytes for s in self.slices))
+        object.__setattr__(self, "pairs", [pair for leg in self.legs for pair in leg.pairs])
+        object.__setattr__(self, "bytes_of_one", len(self.pairs) * sum(s.num_bytes for s in self.slices))
         object.__setattr__(self, "backend_names", "+".join(leg.backend.name for leg in self.legs))
 
 
 class Routes:
     """Thread-safe."""
 
-    def __init__(self, engine: TransferEngine, table: CacheTable, links: LinkManager, rules: Rules) -> None:
+    def __init__(
+        self, engine: TransferEngine, table: CacheTable, links: LinkManager, rules: Rules, integrity: Integrity
+    ) -> None:
         self._engine = engine
+        self._integrity = integrity
         self._table = table
         self._links = links
         self._rules = rules
@@ -157,6 +164,9 @@ class Routes:
                 self._table.unpin(route.local)
         except ParamInvalid:
             return False
+        except (PeerLost, NotYetLinked) as error:
+            route.link.raise_if_closed_here(error)
+            raise
         finally:
             route.link.end_transfer_with(route.remote)
         return True
@@ -172,6 +182,10 @@ class Routes:
             batch = Batch(route.link.link_id, route.op, leg.pairs, *items, route.slices, deadline)
             batch.check()
             self._engine.run(leg.backend, batch)
+        if self._integrity.enabled:
+            moves = Moves(route.pairs, as_items(local_items), as_items(remote_items), route.slices)
+            moved = Moved(route.link, route.op, route.local, moves, route.backend_names)
+            self._integrity.check(moved, deadline or self._rules.deadline(deadline_s))
 
 
 def _is_usual_time(seconds: float) -> bool:

@@ -162,6 +162,10 @@ class _Sender:
         except TimedOut as error:
             raise sending.rules.timed_out(error) from error
 
+    def _run(self, reached: _Reached, moves: Moves, backend_of: dict[int, Backend]) -> None:
+        sending = self._sending
+        sending.mover.run(reached.link, Op.WRITE, sending.source, moves, backend_of, reached.deadline)
+
     def _tensors(self, layer: int) -> range:
         return range(*_bounds(layer))
 
@@ -191,7 +195,7 @@ class KeySender(_Sender):
             if found.cache.cache_id != self._cache_id:
                 raise CacheNotExist("the key names another cache of the destination since layers were sent to it")
             moves = self._plan(layer_index, found.cache, found.batch_index)
-            self._sending.mover.run(reached.link, Op.WRITE, moves, found.cache.backend_of, reached.deadline)
+            self._run(reached, moves, found.cache.backend_of)
 
     def _plan(self, layer_index: int, remote: RemoteCache, batch_index: int) -> Moves:
         nth = layer_index - self.layers.start
@@ -233,7 +237,7 @@ class AddressSender(_Sender):
             for place in places:
                 backend_of |= place.cache.backend_of
             moves = self._plan(layer_index, places)
-            self._sending.mover.run(reached.link, Op.WRITE, moves, backend_of, reached.deadline)
+            self._run(reached, moves, backend_of)
 
     def _held_places(self, link: Link, layer_index: int, held: ExitStack, deadline: Deadline) -> list[RemotePlace]:
         """Those of one layer. Asked for anew if the owner has had us forget a cache that it still has."""

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from ..errors import CacheNotExist, ParamInvalid, ProtocolError
 from ..link.probe import grid_info, region_info
 from ..transfer.backend import ServedGrid
+from ..transfer.checksum import Checksummer
 from ..transfer.plan import Op
 from ..transfer.regions import RegionTable
-from ..wire.messages import CacheInfo, Consume, Lookup, Place
+from ..wire.messages import AskChecksums, CacheInfo, Consume, Lookup, Place
 from .args import check_batch_index
 from .desc import BlocksCacheKey, CacheKey
+from .integrity import ChecksumAnswers
 from .table import CacheEntry, CacheTable, KeyedEntry, check_accessible
 
 #: The beacon's place in the table; no peer may have it as a cache.
@@ -35,9 +37,15 @@ class CacheServer:
     """Answers peers' look-ups and lends grids to two-sided backends. The peer is not trusted."""
 
     def __init__(
-        self, cluster_id: int, table: CacheTable, regions: RegionTable, drop_key: Callable[[CacheKey, int], None]
+        self,
+        cluster_id: int,
+        table: CacheTable,
+        regions: RegionTable,
+        checksummer: Checksummer,
+        drop_key: Callable[[CacheKey, int], None],
     ) -> None:
         self._cluster_id = cluster_id
+        self._checksums = ChecksumAnswers(checksummer, self.serve_grid)
         self._drop_key = drop_key
         self._table = table
         self._regions = regions
@@ -65,6 +73,10 @@ class CacheServer:
         """A peer has pulled what this key stands for."""
         key = _cache_key(self._cluster_id, consumed.req_id, consumed.model_id, consumed.prefix_id)
         self._drop_key(key, consumed.cache_id)
+
+    def checksums(self, asked: AskChecksums) -> bytes:
+        """What our memory holds, for a peer that has moved bytes from or to it."""
+        return self._checksums.answer(asked)
 
     def serve_grid(self, grid_id: int, op: Op) -> AbstractContextManager[ServedGrid]:
         """`BackendContext.serve_grid`: lend one grid, held against freeing meanwhile."""

@@ -106,7 +106,7 @@ class CacheStore:
             keeper.drop()
 
         try:
-            grids = tuple(self._locate(address, desc, division, own_regions) for address in addrs)
+            grids = tuple(self._locate(address, desc, division, own_regions, accessible) for address in addrs)
         except BaseException:
             release()
             raise
@@ -122,11 +122,13 @@ class CacheStore:
         for release in list(self._releases.values()):  # else `live_ranges` would keep them, and so the mapping
             release()
 
-    def _locate(self, address: int, desc: CacheDesc, division: Division, own_regions: list[Region]) -> Grid:
+    def _locate(
+        self, address: int, desc: CacheDesc, division: Division, own_regions: list[Region], accessible: bool
+    ) -> Grid:
         for pool in self._pools.values():
             if pool.region.contains(address, desc.size):
                 return _grid(pool.region, address - pool.region.address, division)
-        region = Region(next_region_id(), address, desc.size, Placement.HOST)
+        region = Region(next_region_id(), address, desc.size, Placement.HOST, for_peers=accessible)
         self._regions.add(region)
         own_regions.append(region)
         return _grid(region, 0, division)

@@ -149,6 +149,15 @@ class CacheTable:
         with self._unpinned:
             return self._unpinned.wait_for(lambda: _is_settled(entry), deadline.timeout())
 
+    def serve_retired(self, entry: CacheEntry) -> None:
+        """Count a peer that may still use a retired cache, until `end_serving`. Before `settle`."""
+        with self._lock:
+            entry.num_pins += 1
+            entry.num_served += 1
+
+    def end_serving(self, entry: CacheEntry) -> None:
+        self._unpin(entry, served=True)
+
     @contextmanager
     def pinned(self, cache_id: int) -> Iterator[CacheEntry]:
         """Use a cache: its memory is not given up within the block."""
@@ -198,7 +207,7 @@ class CacheTable:
             check_accessible(entry)
             yield found
         finally:
-            self._unpin(entry, served=True)
+            self.end_serving(entry)
 
     def _retire_unless_held(self, entry: CacheEntry) -> Dropped:
         """With the lock held."""

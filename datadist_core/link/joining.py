@@ -70,7 +70,7 @@ def decode(body: bytes, kind: type[_S]) -> _S:
     """Raises ProtocolError: the peer is not trusted."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"this is no {kind.__name__} of a communicator: {error}") from error
 
 

@@ -33,12 +33,18 @@ from ..transfer.engine import TransferEngine
 from ..types import Deadline, LLMStatusCode
 from ..wire import messages as m
 from ..wire.channel import Channel
-from .answers import Answers, CacheService
+from .answers import MAX_CHECKSUM_QUESTIONS, Answers, CacheService
+from .authentication import Session
+from .heartbeat import Pulse
 from .peer_caches import PeerCaches
 from .remote import RemoteCache
 from .state import LinkMachine, LinkState
+from .turns import Turns
 
 logger = logging.getLogger(__name__)
+
+#: The reason in the Unlink of an end that is finalized.
+FINALIZING = "finalize"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +75,23 @@ class LinkServices:
     Attributes:
         caches: answers what peers ask of our caches.
         serve_call: (service, remote cluster id, body) -> reply body, or an LLMException.
-        on_unlink: called in the executor when the peer asks to unlink; cleans this end up and answers.
-        on_down: called once, in the executor, when the link is gone.
-        executor: for work that may block.
+        on_unlink: called in `ending` when the peer asks to unlink; cleans this end up and answers.
+        on_down: called once, in `ending`, when the link is gone.
+        executor: for what peers ask, which may block.
+        ending: for the end of links. Not the same: what peers ask must not keep links from ending.
+        revoking: for peers' caches that go.
+        turns: for long work, one piece at a time per link.
     """
 
     engine: TransferEngine
     executor: Executor
+    ending: Executor
+    revoking: Executor
     caches: CacheService
     serve_call: Callable[[str, int, bytes], bytes]
     on_unlink: Callable[[Link], None]
     on_down: Callable[[Link, LLMException], None]
+    turns: Turns
 
 
 @dataclass(slots=True)
@@ -91,24 +103,33 @@ class Peer:
     role: int = 0
     beacon: m.Beacon | None = None
     offers: list[m.BackendOffer] = field(default_factory=list)
+    heartbeat_s: float = 0.0
+    process: m.Process | None = None
 
 
 class Link:
     """Thread-safe. `link_id` is local and never used again; backends know the peer by it."""
 
-    def __init__(self, link_id: int, channel: Channel, services: LinkServices, *, dialling: bool) -> None:
+    def __init__(
+        self, link_id: int, channel: Channel, services: LinkServices, *, dialling: bool, with_secret: bool = False
+    ) -> None:
         self.link_id = link_id
         self.peer = Peer()
+        #: Once both ends have proved that they know the shared secret.
+        self.session: Session | None = None
         self.dialling = dialling
         self.backends: list[Backend] = []
         self.rejected: dict[str, str] = {}
         self.channel = channel
+        self.pulse = Pulse()
         self.peer_caches = PeerCaches(self)
         self.answers = Answers(self, services)
         self._services = services
+        #: Questions for checksums that may be under way at once, so that the peer does not refuse any.
+        self.checksum_slots = threading.BoundedSemaphore(MAX_CHECKSUM_QUESTIONS)
         #: Also guards the uses of the peer's caches.
         self.lock = threading.Lock()
-        self._machine = LinkMachine(dialling)
+        self._machine = LinkMachine(dialling, with_secret)
         self._request_ids = itertools.count(1)
         self._pending: dict[int, Future[m.AnyMessage]] = {}
         self._steps: dict[type, Future[m.AnyMessage]] = {}
@@ -116,12 +137,13 @@ class Link:
         self._num_transfers = 0
         self._num_awaiting_idle = 0
         self._down_error: LLMException | None = None
+        self._close_reason: LLMException | None = None
         #: Set once the link is usable at this end; what the peer asks for earlier waits for it.
         self.established = threading.Event()
         #: We have asked the peer to part: that its end closes is no loss.
         self.parting = False
-        channel.on_message = self._on_message
-        channel.on_closed = self._on_closed
+        self.peer_is_finalizing = False
+        channel.attach(self._on_message, self._on_closed)
 
     @property
     def state(self) -> LinkState:
@@ -151,13 +173,27 @@ class Link:
             self._machine.sending(message)
             self.channel.send(message)
 
+    def forget_handshake(self) -> None:
+        """What was said in it is not needed any more, and not little. The link may be ending already: that is kept."""
+        with self.lock:
+            self._steps = {kind: future for kind, future in self._steps.items() if kind is m.Unlinked}
+            self.peer.offers = []
+
     def expect(self, kind: type) -> Future[m.AnyMessage]:
         """A future for the next handshake message of `kind` (or the error that ends the link)."""
         with self.lock:
             return self._step(kind)
 
-    def request(self, make: Callable[[int], m.AnyMessage], deadline: Deadline) -> m.AnyMessage:
-        """Send a request and wait for its answer. Raises RemoteError (or a finer class), PeerLost, TimedOut."""
+    def request(
+        self,
+        make: Callable[[int], m.AnyMessage],
+        deadline: Deadline,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> m.AnyMessage:
+        """Send a request and wait for its answer. Raises RemoteError (or a finer class), PeerLost, TimedOut.
+
+        `meanwhile` is called once the request is on its way.
+        """
         request_id = next(self._request_ids)
         future: Future[m.AnyMessage] = Future()
         with self.lock:
@@ -165,6 +201,8 @@ class Link:
             self._pending[request_id] = future
         try:
             self.send(make(request_id))
+            if meanwhile is not None:
+                meanwhile()
             answer = wait_for(future, deadline, "the peer did not answer in time")
         finally:
             with self.lock:
@@ -186,10 +224,15 @@ class Link:
         with self.lock:
             self._raise_if_not_up()
             if self.parting:
+                if self._close_reason is not None:
+                    raise ClosedError(str(self._close_reason))
                 raise LinkBusy(f"the link to cluster {self.peer.cluster_id} is being unlinked")
             self._num_transfers += 1
         try:
             yield
+        except (PeerLost, NotYetLinked) as error:
+            self.raise_if_closed_here(error)
+            raise
         finally:
             with self.lock:
                 self._end_transfer()
@@ -222,9 +265,23 @@ class Link:
             finally:
                 self._num_awaiting_idle -= 1
 
+    def will_close(self, reason: ClosedError) -> None:
+        """Why it will be closed here soon: for transfers that come too late or do not end in time."""
+        with self.lock:
+            self._close_reason = self._close_reason or reason
+
     def close(self, reason: LLMException | None = None) -> None:
         """Drop the connection; what waits on this link ends with `reason`."""
-        self.channel.close(reason or ClosedError("the link was closed at this end"))
+        reason = reason or ClosedError("the link was closed at this end")
+        with self.lock:
+            self._close_reason = self._close_reason or reason
+        self.channel.close(reason)
+
+    def raise_if_closed_here(self, error: LLMException) -> None:
+        """Raise ClosedError if it was this end that closed the link: `error` has ended a transfer for that reason."""
+        reason = self._close_reason
+        if isinstance(reason, ClosedError):
+            raise ClosedError(str(reason)) from error
 
     # -- receiving (control loop's thread)
 
@@ -259,7 +316,7 @@ class Link:
         else:
             self._answer(message.request_id, message)
 
-    def _on_answer(self, message: m.Reply | m.Failure) -> None:
+    def _on_answer(self, message: m.Reply | m.Checksums | m.Failure) -> None:
         self._answer(message.request_id, message)
 
     def _answer(self, request_id: int, message: m.AnyMessage) -> None:
@@ -275,10 +332,11 @@ class Link:
         """Having arrived is all that counts."""
 
     def _on_unlink(self, message: m.Unlink) -> None:
+        self.peer_is_finalizing = message.reason == FINALIZING
         if self._machine.state is LinkState.UNLINKING:
             self.send(m.Unlinked())  # both ends asked at once; our own call does the cleaning
         else:
-            self._services.executor.submit(self._services.on_unlink, self)
+            self._services.ending.submit(self._services.on_unlink, self)
 
     # -- the end
 
@@ -291,7 +349,7 @@ class Link:
             if not future.done():
                 future.set_exception(error)
         try:
-            self._services.executor.submit(self._services.on_down, self, error)
+            self._services.ending.submit(self._services.on_down, self, error)
         except RuntimeError:
             self._services.on_down(self, error)
 
@@ -318,12 +376,14 @@ _HANDLERS: dict[type, Callable[[Link, m.AnyMessage], None]] = {
     m.Found: Link._on_found,  # type: ignore[dict-item]
     m.Located: Link._on_located,  # type: ignore[dict-item]
     m.Reply: Link._on_answer,  # type: ignore[dict-item]
+    m.Checksums: Link._on_answer,  # type: ignore[dict-item]
     m.Failure: Link._on_answer,  # type: ignore[dict-item]
     m.Ping: Link._on_ping,  # type: ignore[dict-item]
     m.Pong: Link._on_pong,  # type: ignore[dict-item]
     m.Lookup: lambda link, message: link.answers.on_lookup(message),  # type: ignore[arg-type]
     m.Locate: lambda link, message: link.answers.on_locate(message),  # type: ignore[arg-type]
     m.Consume: lambda link, message: link.answers.on_consume(message),  # type: ignore[arg-type]
+    m.AskChecksums: lambda link, message: link.answers.on_checksums(message),  # type: ignore[arg-type]
     m.Call: lambda link, message: link.answers.on_call(message),  # type: ignore[arg-type]
     m.Revoke: lambda link, message: link.answers.on_revoke(message),  # type: ignore[arg-type]
     m.Unlink: Link._on_unlink,  # type: ignore[dict-item]

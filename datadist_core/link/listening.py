@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 from ..checks import HostPort
 from ..errors import ParamInvalid
-from ..wire.channel import Channel, ControlLoop, Listener
+from ..wire.accepting import Listener
+from ..wire.channel import Channel
+from ..wire.control_loop import ControlLoop
 
 
 @dataclass(slots=True)

@@ -47,7 +47,10 @@ class BeaconMemory:
     """A small pool of this process: the beacon that peers read, and room to read theirs into."""
 
     def __init__(self, region_id: int, grid_id: int) -> None:
-        self.pool = MemoryPool(1 << 20, Placement.HOST, page_shift=_PAGE_SHIFT, region_id=region_id)
+        # A peer that could write here would make other peers' probes fail, or pass.
+        self.pool = MemoryPool(
+            1 << 20, Placement.HOST, page_shift=_PAGE_SHIFT, region_id=region_id, peers_only_read=True
+        )
         self.value = secrets.token_bytes(BEACON_BYTES)
         self._allocation = self.pool.allocate(BEACON_BYTES)
         ctypes.memmove(self._allocation.address, self.value, BEACON_BYTES)

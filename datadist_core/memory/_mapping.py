@@ -20,6 +20,7 @@ import logging
 import mmap
 import os
 import weakref
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,8 @@ _MAP_FIXED = 0x10
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _FALLOC_PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1: what is mapped stays writable, nobody can map it writable any more
 
 
 class PoolMapping:
@@ -46,16 +48,24 @@ class PoolMapping:
 
     The mapping and `fd` live until the last reference to this object is gone; there is no close. Whoever hands
     out raw addresses keeps it alive: `Region.owner` does, and arrays made by `view` do.
+
+    With `peers_only_read` whoever else maps it can read it and cannot write it (not before Linux 5.1).
     """
 
     def __init__(
-        self, size_bytes: int, align_bytes: int, huge_pages: bool = False, name: str = "datadist-pool"
+        self,
+        size_bytes: int,
+        align_bytes: int,
+        huge_pages: bool = False,
+        name: str = "datadist-pool",
+        peers_only_read: bool = False,
     ) -> None:
         self.size_bytes = size_bytes
         self._huge_pages = huge_pages
         self.fd = _sealed_memfd(name, size_bytes, os.MFD_HUGETLB if huge_pages else 0)
         try:
             self.address = _map_aligned(self.fd, size_bytes, align_bytes, 0 if huge_pages else _MAP_NORESERVE)
+            _seal_for_good(self.fd, peers_only_read)
         except BaseException:
             os.close(self.fd)
             raise
@@ -105,6 +115,14 @@ def _sealed_memfd(name: str, size_bytes: int, flags: int = 0) -> int:
         os.close(fd)
         raise OutOfMemory(f"cannot make a memory pool of {size_bytes} bytes: {error}") from error
     return fd
+
+
+def _seal_for_good(fd: int, peers_only_read: bool) -> None:
+    """Once it is mapped here."""
+    if peers_only_read:
+        with suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
 
 
 def _map_aligned(fd: int, size_bytes: int, align_bytes: int, flags: int) -> int:

@@ -74,6 +74,7 @@ class MemoryPool:
         out_of_memory_code: status code of the OutOfMemory that `allocate` raises.
         size_option: the option that a user would raise to get a larger pool; only for messages.
         huge_pages: lie in the system's huge pages, all reserved at once and never given back before the end.
+        peers_only_read: peers that map it can read it only.
 
     Raises:
         ParamInvalid: a size that cannot work.
@@ -92,6 +93,7 @@ class MemoryPool:
         out_of_memory_code: LLMStatusCode = LLMStatusCode.LLM_OUT_OF_MEMORY,
         size_option: str = "memory_size",
         huge_pages: bool = False,
+        peers_only_read: bool = False,
     ) -> None:
         _check_sizes(size_bytes, page_shift)
         self._page_bytes = 1 << page_shift
@@ -99,7 +101,7 @@ class MemoryPool:
         self._size_option = size_option
         align_bytes = max(self._page_bytes, huge_page_bytes() if huge_pages else mmap.PAGESIZE)
         total = -(-size_bytes // align_bytes) * align_bytes
-        self._mapping = _map(total, align_bytes, huge_pages, size_option, out_of_memory_code)
+        self._mapping = _map(total, align_bytes, huge_pages, size_option, out_of_memory_code, peers_only_read)
         shared = SharedMapping(self._mapping.fd, 0)
         self._region = Region(region_id, self._mapping.address, total, placement, self._mapping, shared)
         self._lock = threading.Lock()
@@ -319,9 +321,16 @@ def _join(left: _FreeRange, right: _FreeRange) -> _FreeRange:
     return _FreeRange(left.offset_bytes, left.size_bytes + right.size_bytes, left.touched_bytes + right.touched_bytes)
 
 
-def _map(size_bytes: int, align_bytes: int, huge_pages: bool, size_option: str, code: LLMStatusCode) -> PoolMapping:
+def _map(
+    size_bytes: int,
+    align_bytes: int,
+    huge_pages: bool,
+    size_option: str,
+    code: LLMStatusCode,
+    peers_only_read: bool,
+) -> PoolMapping:
     try:
-        return PoolMapping(size_bytes, align_bytes, huge_pages)
+        return PoolMapping(size_bytes, align_bytes, huge_pages, peers_only_read=peers_only_read)
     except OutOfMemory as error:
         remedy = "ask for less"
         if huge_pages:

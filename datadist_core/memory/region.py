@@ -21,7 +21,11 @@ class SharedMapping:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """`size_bytes` from `address`. `owner` is kept alive for as long as the region is."""
+    """`size_bytes` from `address`. `owner` is kept alive for as long as the region is.
+
+    `for_peers`: whether peers may reach any of it. If not, it is only the local side of transfers, and no backend gives
+    a peer, or whatever engine serves peers, the means to touch it.
+    """
 
     region_id: int
     address: int
@@ -29,6 +33,7 @@ class Region:
     placement: Placement
     owner: object = field(repr=False, default=None)
     mapping: SharedMapping | None = None
+    for_peers: bool = True
 
     @property
     def end_address(self) -> int:

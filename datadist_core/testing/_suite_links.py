@@ -13,10 +13,10 @@ from ._suite_base import SuiteBase, check_completions, check_refused, check_work
 from .end import LocalEnd
 from .leaks import nothing_left_behind
 from .pair import A_KNOWS_B_AS, B_KNOWS_A_AS, BackendPair, make_batch
-from .parallel import WAIT_S, require_all
+from .parallel import WAIT_S, eventually, require_all
 
 NOBODY = 4711
-SHORT_S = 1.0
+SHORT_S = 0.3
 """For a connect that cannot succeed and is expected to use up its time."""
 
 CONNECT_ERRORS = (Unreachable, TimedOut, ProtocolError)
@@ -102,6 +102,12 @@ class LinkSuite(SuiteBase):
         mine, theirs = make_grids(linked)
         linked.b.disconnect(B_KNOWS_A_AS)
         check_refused(linked.a, linked.batch(Op.READ, mine, theirs, [1], [1]))
+
+    def test_fenced_once_both_ends_are_down(self, linked: BackendPair[LocalEnd]) -> None:
+        backend = linked.a.backend
+        assert backend.is_fenced(NOBODY)
+        linked.disconnect()
+        assert eventually(lambda: backend.is_fenced(A_KNOWS_B_AS), WAIT_S)
 
     def test_three_ends(self, linked: BackendPair[LocalEnd]) -> None:
         """Two peers of one backend: losing the one does not touch the other."""

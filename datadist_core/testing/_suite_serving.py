@@ -11,7 +11,15 @@ import pytest
 from ..errors import LLMException
 from ..memory.grid import Grid
 from ..transfer.plan import Op, Slice
-from ._suite_base import SuiteBase, both_ops, check_refused, check_works, make_grids
+from ._suite_base import (
+    SuiteBase,
+    both_ops,
+    check_equal_items,
+    check_refused,
+    check_works,
+    make_grids,
+    require_ok,
+)
 from .end import Export, LocalEnd
 from .pair import A_KNOWS_B_AS, BackendPair
 from .parallel import WAIT_S
@@ -106,6 +114,16 @@ class ServingSuite(SuiteBase):
         pair.connect()
         with pytest.raises(LLMException):
             pair.a.attach(A_KNOWS_B_AS, Export(UNKNOWN_ID, 4096, descriptor), WAIT_S)
+
+    def test_memory_that_is_not_for_peers_is_not_exported(self, linked: BackendPair[LocalEnd]) -> None:
+        """It is only the local side of batches."""
+        exported = linked.a.exports()
+        mine, theirs = linked.a.add_private_grid(4, 4096, for_peers=False), linked.b.add_grid(4, 4096)
+        assert linked.a.exports() == exported
+        linked.b.fill(4)
+        require_ok(linked.a.transfer(linked.batch(Op.READ, mine, theirs, [0, 3], [2, 1])))
+        check_equal_items(linked, mine, theirs, [0, 3], [2, 1])
+        linked.a.backend.unregister(mine.region_id)
 
     def test_exports_are_small(self, pair: BackendPair[LocalEnd]) -> None:
         """They travel over the control channel, which has limits."""

@@ -174,10 +174,10 @@ class LocalEnd:
         self._regions.pop(region_id, None)
         self.backend.unregister(region_id)
 
-    def add_private_grid(self, num_items: int, item_bytes: int) -> Grid:
+    def add_private_grid(self, num_items: int, item_bytes: int, for_peers: bool = True) -> Grid:
         """A grid in ordinary memory of this process, which nobody else can map."""
         array = np.zeros(num_items * item_bytes, dtype=np.uint8)
-        region = Region(next(_ids), array.ctypes.data, array.nbytes, Placement.HOST, owner=array)
+        region = Region(next(_ids), array.ctypes.data, array.nbytes, Placement.HOST, owner=array, for_peers=for_peers)
         self.add_region(region)
         return self._add(Grid(next(_ids), region.region_id, 0, item_bytes, item_bytes, num_items), True)
 

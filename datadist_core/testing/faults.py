@@ -9,6 +9,8 @@ spoils some of its batches, as the option `fault` says:
     {"kind": "fail", "nth": 0}           every batch fails
     {"kind": "delay", "seconds": 0.5}    every batch starts half a second late
     {"kind": "throttle", "bytes_per_s": 1e6}  batches start as if all of them shared a link of that speed
+    {"file": "/a/path"}                  what that file says, as JSON, when a batch comes; nothing while it is missing.
+                                         Batches are counted anew when it changes: put a new one there by renaming
 
 Whatever goes wrong, the contract holds: one completion per batch, and nothing touches its memory after that. Held
 batches wait outside of the wrapped backend, so that a test decides what happens and not the timing.
@@ -17,7 +19,9 @@ batches wait outside of the wrapped backend, so that a test decides what happens
 from __future__ import annotations
 
 import ctypes
+import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -70,6 +74,31 @@ class Fault:
         return fault
 
 
+class _FaultFile:
+    """A fault that changes while the backend is in use. Not thread-safe."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+
+    def has_changed(self) -> bool:
+        """Whether the file is another one than at the last call."""
+        try:
+            found = os.stat(self._path)
+            now = (found.st_ino, found.st_mtime_ns)
+        except FileNotFoundError:
+            now = None
+        changed, self._seen = now != self._seen, now
+        return changed
+
+    def read(self) -> Fault | None:
+        try:
+            with open(self._path, "rb") as file:
+                return Fault.from_option(json.load(file))
+        except FileNotFoundError:
+            return None
+
+
 class FaultyBackend(Backend):
     """Wraps the backend that `wrapped` names ("module:Class")."""
 
@@ -79,6 +108,7 @@ class FaultyBackend(Backend):
         self._inner: Backend = import_by_name(self.wrapped)()
         self._context: BackendContext | None = None
         self._fault: Fault | None = None
+        self._fault_file: _FaultFile | None = None
         self._held = _HeldBatches(self._inner.submit)
         self._lock = threading.Lock()
         self._num_submits = 0
@@ -90,7 +120,11 @@ class FaultyBackend(Backend):
     def open(self, context: BackendContext) -> None:
         options = dict(context.options)
         option = options.pop("fault", None)
-        self._fault = None if option is None else Fault.from_option(option)
+        self._fault_file = None
+        if option is not None and set(option) == {"file"}:
+            self._fault_file = _FaultFile(option["file"])
+        elif option is not None:
+            self._fault = Fault.from_option(option)
         self._inner.open(replace(context, options=options))
         self._context = context
 
@@ -144,6 +178,9 @@ class FaultyBackend(Backend):
 
     def _next_fault(self) -> Fault | None:
         with self._lock:
+            if self._fault_file is not None and self._fault_file.has_changed():
+                self._fault = self._fault_file.read()
+                self._num_submits = 0
             self._num_submits += 1
             hit = self._fault is not None and self._fault.nth in (0, self._num_submits)
             return self._fault if hit else None

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 
+from ..link.process import this_process
 from .parallel import eventually
 
 
@@ -39,6 +40,7 @@ def nothing_left_behind(timeout_s: float = 10.0) -> Iterator[None]:
     What ends by itself within `timeout_s` after the block is not counted.
     """
     resource_tracker.ensure_running()  # started with the first spawned process, and stays
+    this_process()  # opens a socket once, and keeps it
     before = _look()
     yield
     if not eventually(lambda: not _look().beyond(before), timeout_s):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from datadist_core import LLMClusterInfo, LLMConfig
@@ -53,6 +54,16 @@ _BAD_ADDRESSES = (
     "1::2::3:1",
 )  # fmt: skip
 _BAD_SIZES = ("", "0", "1G", "1;2", "-1", "1.5", "²", "9" * 19 + "0")
+#: Good where the tests run: `conftest.py` has no part in it, as the rows are made before fixtures.
+os.environ.setdefault("DATADIST_TESTS_SECRET", "not secret at all")
+SECRET_IN_ENVIRONMENT = '{"secret_env": "DATADIST_TESTS_SECRET"}'
+_BAD_SECURITY = (
+    "{", "[]", "5", '{"secret": "in the open, 16 bytes"}', '{"secret_file": "/no/such/file"}', '{"secret_file": 5}',
+    '{"secret_file": "/"}', '{"secret_file": ""}', '{"secret_env": "DATADIST_TESTS_NOT_SET"}', '{"unknown": 1}',
+    '{"secret_file": "/x", "secret_env": "X"}', '{"tls": true}', '{"tls": {}}', '{"tls": {"cert": "/x", "key": "/x"}}',
+    '{"tls": {"cert": "/no/such", "key": "/no/such", "ca": "/no/such"}}', '{"limits": 5}', '{"limits": {"x": 1}}',
+    '{"limits": {"connections": 0}}', '{"limits": {"strangers": true}}', '{"limits": {"strangers": 1.5}}',
+)  # fmt: skip
 _BAD_FLAGS = ("", "yes", "True", "2")
 
 PROPERTIES = [
@@ -103,6 +114,13 @@ PROPERTIES = [
         str(UINT32_END),
     ),
     _plain("link_retry_count", 1, "llm.LinkRetryCount", {1: "1", 100: "100"}, "0", "101", "x"),
+    _plain("heartbeat_interval", 4000, "llm.HeartbeatInterval", {100: "100", 60000: "60000"}, "99", "60001", "x"),
+    _plain("integrity", "off", "llm.Integrity", {"off": "off", "checksum": "checksum"}, "", "on", "Checksum", "1"),
+    _plain(
+        "security", None, "llm.Security",
+        {text: text for text in ("{}", "", SECRET_IN_ENVIRONMENT, '{"limits": {"connections": 1, "strangers": 9}}')},
+        *_BAD_SECURITY,
+    ),
     _plain("rdma_traffic_class", None, "llm.RdmaTrafficClass", {0: "0", 252: "252"}, "-4", "256", "3", "x"),
     _plain("rdma_service_level", None, "llm.RdmaServiceLevel", {0: "0", 7: "7"}, "-1", "8", "x"),
     _plain(
@@ -132,7 +150,8 @@ def _types() -> list[Row]:
     }
     for name in ("enable_cache_manager", "enable_remote_cache_accessible", "enable_switch_role"):
         wrong[name] = (*NOT_BOOL, None)
-    for name in ("link_total_time", "link_retry_count", "rdma_traffic_class", "rdma_service_level"):
+    times_and_counts = ("link_total_time", "link_retry_count", "heartbeat_interval")
+    for name in (*times_and_counts, "rdma_traffic_class", "rdma_service_level"):
         wrong[name] = (*NOT_INT, None)
     texts = [prop.name for prop in PROPERTIES if prop.name not in wrong]
     wrong |= dict.fromkeys(texts, (*NOT_STR, None))
@@ -146,6 +165,8 @@ def _texts() -> list[Row]:
         "host_mem_pool_cfg": _BAD_POOLS,
         "local_comm_res": ("x", "[]", "5"),
         "transfer_backend": ("", " ", "a b"),
+        "integrity": ("", "on", "Checksum", "off "),
+        "security": _BAD_SECURITY,
         "global_resource_config": ("5", "[1]", "{"),
     }
     rows = [_setter(n).refused("value", Fault.CONTENT, v, rf"\b{n}\b") for n, values in bad.items() for v in values]
@@ -160,6 +181,7 @@ def _numbers() -> list[Row]:
         "sync_kv_timeout": (0, -1, "0", "-1", "x", "", "1.5", "²", 2**63),
         "link_total_time": (-1, UINT32_END),
         "link_retry_count": (0, 101),
+        "heartbeat_interval": (99, 60_001),
         "rdma_traffic_class": (-4, 3, 256),
         "rdma_service_level": (-1, 8),
         "mem_utilization": (-0.1, 1.5, float("nan"), float("inf")),

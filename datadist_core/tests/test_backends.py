@@ -12,8 +12,9 @@ import pytest
 from datadist_core.backends._mooncake_binding import load as load_mooncake
 from datadist_core.errors import Unreachable
 from datadist_core.testing.ascend_standin import complaints
-from datadist_core.testing.conformance import BackendConformance, CompletionSuite
+from datadist_core.testing.conformance import BackendConformance, CompletionSuite, ProcessSuite
 from datadist_core.tests.optional import REQUIRE_ALL
+from datadist_core.tests.tls_backend import make_files
 
 #: Skipped, with the reason, where their packages cannot be used; not in `.ci/run`, which installs them.
 OPTIONAL = not REQUIRE_ALL
@@ -35,6 +36,24 @@ class TestCma(BackendConformance):
 
 class TestTcp(BackendConformance):
     factory = "datadist_core.backends.tcp:TcpBackend"
+
+
+class TestTcpTls(BackendConformance):
+    """The same under TLS, where everything that is sent and received takes another way through the process."""
+
+    factory = "datadist_core.tests.tls_backend:TlsTcpBackend"
+    two_processes = False
+
+    @pytest.fixture(autouse=True)
+    def _files(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        directory = tmp_path_factory.getbasetemp() / "tls"
+        self.options = {"files": str(directory if directory.exists() else make_files(directory))}
+
+
+@pytest.mark.slow
+class TestTcpTlsProcesses(ProcessSuite):
+    factory = TestTcpTls.factory
+    _files = TestTcpTls._files
 
 
 class TestNixl(BackendConformance):

@@ -156,7 +156,7 @@ def test_ci_installs_the_engines_and_lets_nothing_be_skipped(
 ) -> None:
     done = run_ci(python_rc=0, apt_rc=1)
     lines = [line for line in done.stdout.splitlines() if "extras=" in line]
-    suffix = "extras=nixl,mooncake,plot all=1"
+    suffix = "extras=nixl,mooncake,plot,fuzz all=1"
     assert lines == [f"{target} {suffix}" for target in ("venv", "lint", "test")], done.stderr
 
 

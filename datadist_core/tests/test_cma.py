@@ -49,7 +49,7 @@ from datadist_core.testing.child import ChildEnd, ChildSetup
 from datadist_core.testing.conformance import BytesSuite, CompletionSuite
 from datadist_core.testing.end import WAIT_S, Export, LocalEnd
 from datadist_core.testing.leaks import nothing_left_behind
-from datadist_core.testing.pair import A_KNOWS_B_AS, BackendPair
+from datadist_core.testing.pair import A_KNOWS_B_AS, B_KNOWS_A_AS, BackendPair
 from datadist_core.testing.parallel import eventually, run_all
 from datadist_core.tests.child import Child
 from datadist_core.tests.core_ends import desc, filled_cache, linked, make_end, manager, plain_cache
@@ -469,6 +469,8 @@ class TestPeersThatGo:
         with nothing_left_behind():
             for _ in range(30):
                 pair.disconnect()
+                assert pair.a.backend.is_fenced(A_KNOWS_B_AS)
+                assert pair.b.backend.is_fenced(B_KNOWS_A_AS)
                 pair.link()
         assert len(pair.a.backend._standing.proofs._free) == len(free)
 

@@ -16,7 +16,7 @@ from datadist_core.tests.argument_setters import PROPERTIES, Property
 #: Where the text names the property in place of the option.
 NAME_IN_TEXT = {"llm.TransferBackend": "(?i)transfer_?backend"}
 #: Shell scripts pass these for "not set".
-EMPTY_MEANS_UNSET = {"llm.SyncKvCacheWaitTime", "llm.LinkTotalTime", "llm.LinkRetryCount"}
+EMPTY_MEANS_UNSET = {"llm.SyncKvCacheWaitTime", "llm.LinkTotalTime", "llm.LinkRetryCount", "llm.HeartbeatInterval"}
 
 
 def test_options_survive_the_way_through_strings():

@@ -183,6 +183,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_library_of_other_sources_is_refused(
     sources: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,6 +199,7 @@ def test_a_library_of_other_sources_is_refused(
     assert "other sources" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_build_replaces_the_library_and_leaves_nothing_else(sources: Path) -> None:
     before = {path.name for path in sources.iterdir()}
     library = sources / "_native.so"
@@ -207,6 +209,7 @@ def test_a_build_replaces_the_library_and_leaves_nothing_else(sources: Path) -> 
     assert {path.name for path in sources.iterdir()} == before | {"_native.so"}
 
 
+@pytest.mark.slow
 def test_a_compiler_error_is_reported_with_its_text(sources: Path) -> None:
     build_or_skip(sources / "_native.so")
     (sources / "broken.c").write_text("int f(void) { return undeclared_name; }\n")
@@ -263,6 +266,7 @@ def make_wheel(project: Path, **environment: str) -> Path:
     return project / "dist" / done.stdout.split()[-1]
 
 
+@pytest.mark.slow
 def test_the_wheel_carries_the_library_and_a_platform_tag(project: Path) -> None:
     build_or_skip(project / "datadist_core" / "_copy" / "probe.so").unlink()
     wheel = make_wheel(project, PATH="/usr/local/bin:/usr/bin:/bin")

@@ -23,7 +23,7 @@ PACKAGE = "datadist_core"
 # Each may import itself and what stands before it. `services` and `cluster` are plain tables and values.
 LAYERS = [
     ["errors", "types"],
-    ["checks", "settings", "config", "_copy", "services", "cluster"],
+    ["checks", "security", "settings", "config", "_copy", "services", "cluster", "forks"],
     ["memory"],
     ["transfer"],
     ["wire"],
@@ -33,11 +33,20 @@ LAYERS = [
     ["__init__"],
 ]
 # Tools on top of everything: they may import any layer, and no layer may import them.
-TOOLS = {"bench", "testing"}
+TOOLS = {"bench", "testing", "doctor", "__main__"}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Stricter than their rank.
 NOT_FROM = {"wire": {"memory", "transfer"}, "_copy": {name for names in LAYERS[:2] for name in names} - {"_copy"}}
-FOR_BACKENDS = ("transfer.backend", "transfer.plan", "transfer.item_copy", "memory", "types", "errors", "_copy")
+FOR_BACKENDS = (
+    "transfer.backend",
+    "transfer.plan",
+    "transfer.item_copy",
+    "memory",
+    "security",
+    "types",
+    "errors",
+    "_copy",
+)
 SERIALISERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 
@@ -149,6 +158,7 @@ def test_nothing_builds_on_the_tools() -> None:
 
 
 def test_nothing_unsafe_is_deserialised() -> None:
+    """B39."""
     assert [str(found) for found in all_imports() if not found.ours and top(found.target) in SERIALISERS] == []
 
 

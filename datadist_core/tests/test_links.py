@@ -23,6 +23,7 @@ from datadist_core.tests.core_ends import (
     remote_info,
 )
 from datadist_core.tests.member import Member
+from datadist_core.wire import messages as m
 
 SUCCESS = LLMStatusCode.LLM_SUCCESS
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
@@ -155,7 +156,7 @@ def test_finalize_ends_a_link_call_that_is_under_way(silent):
     with ThreadPoolExecutor(1) as pool:
         client = make_end()
         call = pool.submit(client.link_clusters, [remote_info(1, "127.0.0.1", silent)], 60_000)
-        eventually(lambda: client._open().links._dialling, "the call is dialling")
+        eventually(lambda: client._open().links._table.is_dialling(1), "the call is dialling")
         client.finalize()
         assert call.result(timeout=BOUND_S)[0] in (
             LLMStatusCode.LLM_ENGINE_FINALIZED,
@@ -164,6 +165,17 @@ def test_finalize_ends_a_link_call_that_is_under_way(silent):
 
 
 # -- unlinking
+
+
+def test_who_unlinks_while_the_handshake_is_being_put_away_still_gets_the_answer():
+    """The accepting end's own thread may come to it when the link is in use already."""
+    with make_end() as client, make_end(listen="127.0.0.1:0") as server:
+        must_link(client, server)
+        for end in (client, server):
+            [link] = end._open().links.links()
+            answer = link.expect(m.Unlinked)
+            link.forget_handshake()
+            assert link.expect(m.Unlinked) is answer
 
 
 @pytest.mark.slow

@@ -21,10 +21,21 @@ import pytest
 
 from datadist_core.backends import _tcp_accept, _tcp_frames, _tcp_loop, _tcp_memory, _tcp_requests
 from datadist_core.backends._tcp_address import Endpoint, decode_identity, encode_identity
-from datadist_core.backends._tcp_frames import Hello, Kind, decode_header, encode_frame, encode_header, encode_hello
+from datadist_core.backends._tcp_frames import (
+    Hello,
+    Kind,
+    decode_header,
+    decode_heard,
+    decode_proof,
+    encode_frame,
+    encode_header,
+    encode_hello,
+    encode_proof,
+)
 from datadist_core.backends._tcp_loop import IoLoop
 from datadist_core.backends._tcp_memory import GridMemory, Layout, MemoryStream
 from datadist_core.backends._tcp_parts import split
+from datadist_core.backends._tcp_proof import LinkKey, Meeting
 from datadist_core.backends.tcp import TcpBackend
 from datadist_core.errors import (
     CacheNotExist,
@@ -85,9 +96,22 @@ class RawPeer:
         end.attach(RAW, Export(THEIR_REGION, 1 << 20, b""), WAIT_S)
 
     def say_hello(self) -> None:
-        self.send(encode_hello(Hello(self.identity.instance, self.token, 0, 1)))
-        assert self.receive()[0] is Kind.HEARD
-        assert self.receive()[0] is Kind.WELCOME
+        self.await_welcome(self.prove())
+
+    def prove(self, stream: int = 0, num_streams: int = 1) -> Meeting:
+        """All that the dialling end has to say."""
+        hello = Hello(self.identity.instance, os.urandom(16), stream, num_streams)
+        self.send(encode_hello(hello))
+        kind, _, body = self.receive()
+        assert kind is Kind.HEARD
+        meeting = Meeting(hello, decode_heard(body))
+        self.send(encode_proof(Kind.PROOF, meeting.prove(LinkKey(self.token), Kind.PROOF)))
+        return meeting
+
+    def await_welcome(self, meeting: Meeting) -> None:
+        kind, _, body = self.receive()
+        assert kind is Kind.WELCOME
+        assert meeting.is_proved(LinkKey(self.token), Kind.WELCOME, decode_proof(body))
 
     def send(self, data: bytes) -> None:
         self.sock.sendall(data)
@@ -280,7 +304,7 @@ class TestHostilePeers:
         assert raw.receive()[:2] == (Kind.PULLED, 8)
 
     def test_connections_without_a_link_are_limited(self, end: LocalEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_tcp_accept, "MAX_UNMATCHED", 2)
+        monkeypatch.setattr(_tcp_accept, "MAX_STRANGERS", 2)
         peers = [RawPeer(end) for _ in range(3)]
         assert peers[0].is_closed(), "the oldest has to go"
         for peer in peers:
@@ -288,9 +312,9 @@ class TestHostilePeers:
 
     def test_connections_without_a_link_expire(self, end: LocalEnd, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_tcp_accept, "HELLO_TIMEOUT_S", 0.05)
-        monkeypatch.setattr(_tcp_accept, "UNKNOWN_TOKEN_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(_tcp_accept, "UNMATCHED_TIMEOUT_S", 0.05)
         silent, unknown = RawPeer(end), RawPeer(end)
-        unknown.send(encode_hello(Hello(unknown.identity.instance, unknown.token, 0, 1)))
+        unknown.prove()
         for peer in (silent, unknown):
             with contextlib.closing(peer.sock):
                 assert peer.is_closed()
@@ -428,6 +452,7 @@ class TestProcesses:
                 assert failed_with(pair.a.log.wait(batch_id), PeerLost)
             assert eventually(lambda: A_KNOWS_B_AS in pair.a.lost_peers)
 
+    @pytest.mark.slow
     @both_ops
     def test_deadline_with_a_stopped_peer(self, op: Op) -> None:
         with BackendPair.two_processes(FACTORY, 24 << 20) as pair:
@@ -475,10 +500,9 @@ class TestLinking:
     def test_dialler_may_come_first(self, end: LocalEnd) -> None:
         peer = RawPeer(end)
         with contextlib.closing(peer.sock):
-            peer.send(encode_hello(Hello(peer.identity.instance, peer.token, 0, 1)))
-            assert peer.receive()[0] is Kind.HEARD
+            meeting = peer.prove()
             end.connect(RAW, encode_identity(os.urandom(16)), False, peer.token, WAIT_S)
-            assert peer.receive()[0] is Kind.WELCOME
+            peer.await_welcome(meeting)
 
     def test_end_that_does_not_listen_can_dial(self) -> None:
         a = LocalEnd(TcpBackend(), listen_host=None)
@@ -554,7 +578,7 @@ class TestLinking:
         other = RawPeer(end, one.token)
         with contextlib.closing(one.sock), contextlib.closing(other.sock):
             for stream, peer in enumerate((one, other)):
-                peer.send(encode_hello(Hello(peer.identity.instance, peer.token, stream, 2)))
+                peer.prove(stream, 2)
             end.connect(RAW, encode_identity(os.urandom(16)), False, one.token, WAIT_S)
             one.sock.close()
             assert other.is_closed()
@@ -567,13 +591,10 @@ class TestLinking:
         ours = encode_identity(os.urandom(16))
 
         def dial() -> None:
-            one.send(encode_hello(Hello(one.identity.instance, one.token, 0, 2)))
-            assert one.receive()[0] is Kind.HEARD
-            two.send(encode_hello(Hello(two.identity.instance, two.token, 0, 2)))
+            one.prove(0, 2)
+            two.prove(0, 2)
             assert two.is_closed()
-            three.send(encode_hello(Hello(three.identity.instance, three.token, 1, 2)))
-            assert three.receive()[0] is Kind.HEARD
-            assert three.receive()[0] is Kind.WELCOME
+            three.await_welcome(three.prove(1, 2))
 
         with contextlib.closing(one.sock), contextlib.closing(two.sock), contextlib.closing(three.sock):
             require_all([lambda: end.connect(RAW, ours, False, one.token, WAIT_S), dial])

@@ -362,6 +362,7 @@ def test_views_of_a_closed_pool_keep_its_mapping() -> None:
     assert live_ranges.find(address, 4) is None
 
 
+@pytest.mark.slow
 def test_a_process_may_end_with_live_views() -> None:
     code = """
 import datadist_core.tests.test_views as t

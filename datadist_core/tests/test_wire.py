@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from datadist_core.errors import ProtocolError
 from datadist_core.link.state import LinkMachine, LinkState
 from datadist_core.wire import messages as m
-from datadist_core.wire.codec import MAGIC, MAX_HELLO_BYTES, PREAMBLE, FrameDecoder, encode
+from datadist_core.wire.codec import MAGIC, MAX_HELLO_BYTES, MAX_MESSAGE_BYTES, PREAMBLE, FrameDecoder, encode
 
 GRID = m.GridInfo(1, 2, 0, 64, 64, 1)
 BEACON = m.Beacon(GRID, m.RegionInfo(2, 4096, {"tcp": b""}), b"x" * 64)
@@ -51,7 +51,7 @@ def test_sizes_are_limited_before_anything_is_buffered():
     with pytest.raises(ProtocolError, match="the limit is"):
         decoder.feed(PREAMBLE + struct.pack("<I", MAX_HELLO_BYTES + 1))
     decoder = FrameDecoder()
-    decoder.allow_large()
+    decoder.allow(MAX_MESSAGE_BYTES)
     assert decoder.feed(PREAMBLE + struct.pack("<I", MAX_HELLO_BYTES + 1)) == []
 
 
@@ -79,6 +79,36 @@ def test_the_two_ends_go_up_and_down_together():
     assert run(listening, *mirrored) is LinkState.UP
     assert run(dialling, ("send", m.Unlink()), ("receive", m.Reply(1)), ("receive", m.Unlinked())) is LinkState.DOWN
     assert run(listening, ("receive", m.Unlink()), ("send", m.Reply(1)), ("send", m.Unlinked())) is LinkState.DOWN
+
+
+CHALLENGE, COUNTER, PROOF = m.Challenge(3, 1, 2, b"n" * 32), m.CounterChallenge(b"m" * 32), m.Proof(b"p" * 32)
+PROVING = [("send", CHALLENGE), ("receive", COUNTER), ("send", PROOF), ("receive", PROOF)]
+
+
+def test_with_a_secret_both_ends_prove_themselves_before_the_hello():
+    dialling, listening = LinkMachine(True, with_secret=True), LinkMachine(False, with_secret=True)
+    for verb, message in PROVING:
+        for machine in (dialling, listening):
+            for early in (HELLO, WELCOME, m.Ping(), m.Call(1, "s", b""), READY):
+                if (early, machine.state, machine) != (HELLO, LinkState.START, listening):
+                    with pytest.raises(ProtocolError):
+                        machine.received(early)
+        run(dialling, (verb, message))
+        run(listening, ("receive" if verb == "send" else "send", message))
+    assert run(dialling, ("send", HELLO)) is run(listening, ("receive", HELLO)) is LinkState.GREETED
+
+
+@pytest.mark.parametrize(("with_secret", "message"), [(True, HELLO), (False, CHALLENGE)])
+def test_who_begins_in_the_other_way_can_only_be_refused(with_secret, message):
+    machine = LinkMachine(False, with_secret)
+    assert run(machine, ("receive", message)) is LinkState.UNWANTING
+    for answer in (WELCOME, COUNTER, PROOF, PROBED, m.Reply(1)):
+        with pytest.raises(ProtocolError):
+            machine.sending(answer)
+    for more in (HELLO, CHALLENGE, PROOF, m.Ping()):
+        with pytest.raises(ProtocolError):
+            machine.received(more)
+    assert run(machine, ("send", m.Refuse(1, "no"))) is LinkState.DOWN
 
 
 @pytest.mark.parametrize("message", [m.Call(1, "s", b""), READY, PROBED, m.Ping(), m.Unlink(), WELCOME])

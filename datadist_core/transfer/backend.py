@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 from ..errors import LLMException
 from ..memory.grid import Grid
 from ..memory.region import Region
+from ..security import Security
 from ..types import Deadline, Placement
 from .item_copy import ItemList
 from .plan import Batch, GridPair, Op, Slice
@@ -107,6 +108,7 @@ class BackendContext:
         listen_host: address to bind a listener to, or None if this side accepts no links (yet: see `Backend.listen`).
         options: this backend's part of `global_resource_config`.
         process_token: random bytes made once per process.
+        security: the shared secret and the files for TLS; a backend with connections of its own uses both there.
         report_peer_lost: tell the owner that a peer's data path broke.
     """
 
@@ -115,6 +117,7 @@ class BackendContext:
     listen_host: str | None
     options: dict[str, Any] = field(default_factory=dict)
     process_token: bytes = b""
+    security: Security = field(default_factory=Security)
     report_peer_lost: Callable[[int, LLMException], None] = lambda peer_id, error: None
 
 
@@ -171,10 +174,22 @@ class Backend(ABC):
     def disconnect(self, peer_id: int) -> None:
         """Complete the peer's open batches with PeerLost, drop its regions. Unknown peers are a no-op."""
 
+    def is_fenced(self, peer_id: int) -> bool:
+        """Whether that peer, once disconnected, can write to memory of ours no more; until then it must not be reused.
+
+        A peer that copies one-sidedly may have been stopped in the middle of a copy, and go on after its link is gone.
+        So such backends answer True only when the peer's own end of the link, or its process, has ended: a backend's
+        `disconnect` lets its peer know only after its own batches have ended. Where this end serves every write, the
+        answer is always True. Never waits. True for peers that were never connected, False while one is.
+        """
+        return True
+
     @abstractmethod
     def register(self, region: Region) -> bytes | None:
         """Make local memory usable. Returns what a peer needs for `attach` (at most 1 KiB), or None if peers
-        cannot reach this region through this backend (it may still be the local side of a batch)."""
+        cannot reach this region through this backend (it may still be the local side of a batch).
+
+        Unless `region.for_peers`, the result is None, and no peer can get at it, whatever it asks for."""
 
     @abstractmethod
     def unregister(self, region_id: int) -> None:

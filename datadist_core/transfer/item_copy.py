@@ -181,7 +181,7 @@ class ItemCopy:
 
 def _has_hung_up(connection: int) -> bool:
     poller = select.poll()
-    poller.register(connection, 0)  # POLLHUP and POLLERR are reported without being asked for
+    poller.register(connection, select.POLLRDHUP)  # POLLHUP and POLLERR are reported without being asked for
     return bool(poller.poll(0))
 
 

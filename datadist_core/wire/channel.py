@@ -1,53 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control connections: one asyncio loop in one thread carries all of an LLMDataDist's links.
-
-Control traffic is small and rare; the number of threads does not grow with the number of links. Handlers run in
-the loop's thread and must not block: what takes time goes to an executor.
-"""
+"""One control connection: messages in and out. Handlers run in the control loop's thread and must not block."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import socket
+import termios
 import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from array import array
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from ..checks import HostPort
-from ..errors import ClosedError, LLMException, ParamInvalid, PeerLost, ProtocolError, TimedOut
-from ..types import Deadline
-from .codec import PREAMBLE, FrameDecoder, encode
+from ..errors import ClosedError, LLMException, PeerLost, ProtocolError
+from ..forks import keep_from_children
+from .codec import MAX_HELLO_BYTES, PREAMBLE, FrameDecoder, encode
+from .gate import Gate
+from .log_limit import LimitedLog
 from .messages import AnyMessage
 
 logger = logging.getLogger(__name__)
 
 #: A peer that stops reading must not make us buffer without bound.
 MAX_UNSENT_BYTES = 64 << 20
-#: A stranger may hold an accepted connection this long without a complete hello.
-HELLO_TIMEOUT_S = 10.0
-
-T = TypeVar("T")
 
 
 class Channel(asyncio.Protocol):
-    """One connection. `on_message` and `on_closed` are called in the loop's thread, `on_closed` exactly once."""
+    """One connection. Who uses it is told of messages and of the end, as said at `attach`.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    Args:
+        max_bytes: the limit of one message until `allow` says another.
+        gate: where an accepted connection is counted.
+        log: for what strangers do.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        max_bytes: int = MAX_HELLO_BYTES,
+        gate: Gate | None = None,
+        log: LimitedLog | None = None,
+    ) -> None:
         self._loop = loop
-        self._decoder = FrameDecoder()
+        self._decoder = FrameDecoder(max_bytes)
+        self._gate = gate
+        self._log = log or LimitedLog(logger)
+        #: Called when the connection is there, with TLS if that is on, before anything has come.
+        self.on_open: Callable[[], None] = lambda: None
         self._transport: asyncio.Transport | None = None
         self._close_reason: LLMException | None = None
-        self.on_message: Callable[[AnyMessage], None] = lambda message: None
-        self.on_closed: Callable[[LLMException], None] = lambda error: None
+        self._attaching = threading.Lock()
+        self._on_message: Callable[[AnyMessage], None] = lambda message: None
+        self._on_closed: Callable[[LLMException], None] = lambda error: None
+        self._lost: LLMException | None = None
         self.peer_address = "?"
         self.last_received_s = loop.time()
 
     # -- any thread
+
+    def attach(self, on_message: Callable[[AnyMessage], None], on_closed: Callable[[LLMException], None]) -> None:
+        """From now on call these, in the loop's thread; `on_closed` exactly once, and here if it is closed already."""
+        with self._attaching:
+            self._on_message, self._on_closed = on_message, on_closed
+            lost = self._lost
+        if lost is not None:
+            on_closed(lost)
 
     def send(self, message: AnyMessage) -> None:
         """Queue a message; order is kept per caller. Raises ProtocolError if it is too large."""
@@ -67,8 +87,20 @@ class Channel(asyncio.Protocol):
 
     # -- loop thread
 
-    def allow_large(self) -> None:
-        self._decoder.allow_large()
+    def allow(self, max_bytes: int) -> None:
+        """The limit of later messages (any thread, before the peer may send them)."""
+        self._decoder.allow(max_bytes)
+
+    def known(self) -> None:
+        """The peer is no stranger any more."""
+        if self._gate is not None:
+            self._gate.known(self)
+
+    def abort(self, reason: LLMException) -> None:
+        """End it at once; what is queued is lost."""
+        self._close_reason = self._close_reason or reason
+        if self._transport is not None:
+            self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if not isinstance(transport, asyncio.Transport):
@@ -77,23 +109,48 @@ class Channel(asyncio.Protocol):
         self.peer_address = _address_text(transport.get_extra_info("peername"))
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_from_children(self, sock)
+        self.on_open()
         transport.write(PREAMBLE)
 
     def data_received(self, data: bytes) -> None:
         self.last_received_s = self._loop.time()
         try:
             for message in self._decoder.feed(data):
-                self.on_message(message)
+                self._on_message(message)
         except ProtocolError as error:
-            logger.warning("closing the control connection with %s: %s", self.peer_address, error)
+            self._log.log(logging.WARNING, "closing the control connection with %s: %s", self.peer_address, error)
             self._close(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._gate is not None:
+            self._gate.left(self)
         reason = self._close_reason
         if reason is None:
-            reason = PeerLost(f"{self.peer_address} closed the control connection{f': {exc}' if exc else ''}")
+            why = f": {exc}" if exc else ""
+            reason = PeerLost(f"{self.peer_address} closed the control connection{why}{self._hint()}")
             reason.__cause__ = exc
-        self.on_closed(reason)
+        with self._attaching:
+            self._lost, on_closed = reason, self._on_closed
+        on_closed(reason)
+
+    def _hint(self) -> str:
+        """What may be wrong where a dialled end has not said a word."""
+        if self._gate is not None or self._decoder.has_begun:
+            return ""
+        has_tls = self._transport is not None and self._transport.get_extra_info("sslcontext") is not None
+        if has_tls:
+            return ", before it said anything: has the authority that it trusts signed the certificate of this end?"
+        return ", before it said anything: is TLS on there, and not at this end (llm.Security)?"
+
+    def has_unread(self) -> bool:
+        """Whether something has come that was not read yet."""
+        if self._transport is None or self._transport.is_closing():
+            return False
+        count = array("i", [0])
+        with suppress(OSError):
+            fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.FIONREAD, count)
+        return count[0] > 0
 
     def _write(self, frame: bytes) -> None:
         if self._transport is None or self._transport.is_closing():
@@ -110,137 +167,6 @@ class Channel(asyncio.Protocol):
         self._transport.close()
         # close() waits for the peer to take what is buffered; a dead peer never does.
         self._loop.call_later(1.0, self._transport.abort)
-
-
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """A bound address that accepts connections, with the real port also when 0 was asked for."""
-
-    address: HostPort
-    server: asyncio.Server
-
-
-class ControlLoop:
-    """The loop's thread, listeners and dialling."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._listeners: list[Listener] = []
-        self._lock = threading.Lock()
-        self._running: set[Future[Any]] = set()
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name=f"datadist-control-{name}", daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, T], deadline: Deadline) -> T:
-        """Run in the loop, from another thread. Raises TimedOut (the coroutine is cancelled then) or ClosedError."""
-        future = self._start(coroutine)
-        try:
-            return future.result(deadline.timeout())
-        except FutureTimeout as error:
-            future.cancel()
-            raise TimedOut("the control loop did not finish in time") from error
-        except CancelledError as error:
-            raise ClosedError("the control loop was stopped meanwhile") from error
-        finally:
-            with self._lock:
-                self._running.discard(future)
-
-    def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        with self._lock:
-            if self._stopped:
-                coroutine.close()
-                raise ClosedError("the control loop has stopped")
-            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-            self._running.add(future)
-            return future
-
-    def dial(self, address: HostPort, local_host: str | None, deadline: Deadline) -> Channel:
-        """Connect. Raises PeerLost with the system's reason, or TimedOut naming the address."""
-        return self.run(self._dial(address, local_host, deadline), Deadline.after(deadline.remaining_s() + 1))
-
-    def listen(self, address: HostPort, accept: Callable[[Channel], None]) -> Listener:
-        """Bind and accept, beside other listeners. Raises ParamInvalid naming the address if it cannot be bound."""
-        return self.run(self._listen(address, accept), Deadline.after(10))
-
-    def close_listener(self, listener: Listener) -> None:
-        """Accept no more there; the port is free on return. What was accepted stays. Twice is a no-op."""
-        self.run(self._close_listener(listener), Deadline.after(5))
-
-    def close(self) -> None:
-        """Stop the loop and its thread; connections still open are closed. Idempotent."""
-        if self.loop.is_closed():
-            return
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=5)
-
-    async def _dial(self, address: HostPort, local_host: str | None, deadline: Deadline) -> Channel:
-        local_addr = (local_host, 0) if local_host else None
-        connecting = self.loop.create_connection(
-            lambda: Channel(self.loop), address.host, address.port, local_addr=local_addr
-        )
-        try:
-            _, channel = await asyncio.wait_for(connecting, deadline.timeout())
-        except (TimeoutError, asyncio.TimeoutError) as error:
-            raise TimedOut(f"no connection to {address} in time") from error
-        except OSError as error:
-            raise PeerLost(f"cannot connect to {address}: {error}") from error
-        return channel
-
-    async def _listen(self, address: HostPort, accept: Callable[[Channel], None]) -> Listener:
-        def make_channel() -> Channel:
-            channel = Channel(self.loop)
-            accept(channel)
-            return channel
-
-        host = None if address.host in ("", "*") else address.host
-        try:
-            server = await self._create_server(make_channel, host, address.port)
-        except OSError as error:
-            raise ParamInvalid(
-                f"cannot listen on {address}: {error.strerror or error}; choose another address, or port 0"
-            ) from error
-        listener = Listener(HostPort(address.host, server.sockets[0].getsockname()[1]), server)
-        self._listeners.append(listener)
-        return listener
-
-    async def _create_server(self, make_channel: Callable[[], Channel], host: str | None, port: int) -> asyncio.Server:
-        """One port on all addresses of `host`. For port 0 the system would pick another one for each address."""
-        server = await self.loop.create_server(make_channel, host, port, backlog=1024)
-        if port == 0 and len(server.sockets) > 1:
-            picked = server.sockets[0].getsockname()[1]
-            server.close()
-            await server.wait_closed()
-            server = await self.loop.create_server(make_channel, host, picked, backlog=1024)
-        return server
-
-    async def _close_listener(self, listener: Listener) -> None:
-        listener.server.close()
-        if listener in self._listeners:
-            self._listeners.remove(listener)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-            for listener in self._listeners:
-                listener.server.close()
-            self._end_running()
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-        finally:
-            self.loop.close()
-
-    def _end_running(self) -> None:
-        """Nobody may go on waiting for a loop that runs no more."""
-        with self._lock:
-            self._stopped = True
-            running = list(self._running)
-        for future in running:
-            future.cancel()
-        while tasks := asyncio.all_tasks(self.loop):
-            for task in tasks:
-                task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
 
 def _address_text(peername: Any) -> str:

@@ -18,10 +18,18 @@ MAGIC = b"DDIST\x00"
 PREAMBLE = MAGIC + struct.pack("<H", PROTOCOL_VERSION)
 #: A control message is small; a cache with thousands of tensors still fits.
 MAX_MESSAGE_BYTES = 16 << 20
-#: Before the peer has said a valid hello it may not make us buffer much.
-MAX_HELLO_BYTES = 256 << 10
+#: Before the peer has said a valid hello it may not make us buffer much; one with all backends has about 2 KiB.
+MAX_HELLO_BYTES = 64 << 10
+#: Still less before it has proved that it knows the shared secret. A hello without proof fits: it is told why not.
+MAX_PROOF_BYTES = 16 << 10
 
 _LENGTH = struct.Struct("<I")
+_BOTH_ENDS = "it must be on at both ends, or at neither (llm.Security)"
+#: How TLS begins (a greeting), and how it says no (an alert), to who does not expect it.
+_TLS = {
+    b"\x16\x03": f"the peer speaks TLS, which is off at this end; {_BOTH_ENDS}",
+    b"\x15\x03": f"the peer asks for TLS, which is off at this end; {_BOTH_ENDS}",
+}
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -37,14 +45,19 @@ def encode(message: AnyMessage) -> bytes:
 class FrameDecoder:
     """Feed it what arrives; it returns the complete messages. Raises ProtocolError once, then stays unusable."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_HELLO_BYTES) -> None:
         self._buffer = bytearray()
         self._preamble_seen = False
-        self._max_bytes = MAX_HELLO_BYTES
+        self._max_bytes = max_bytes
 
-    def allow_large(self) -> None:
-        """The peer is known now: the limit of later messages applies."""
-        self._max_bytes = MAX_MESSAGE_BYTES
+    def allow(self, max_bytes: int) -> None:
+        """The peer is better known now: this is the limit of later messages."""
+        self._max_bytes = max_bytes
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the peer has said that it speaks this protocol."""
+        return self._preamble_seen
 
     def feed(self, data: bytes) -> list[AnyMessage]:
         self._buffer += data
@@ -57,6 +70,8 @@ class FrameDecoder:
 
     def _take_preamble(self) -> bool:
         head = bytes(self._buffer[: len(PREAMBLE)])
+        if head[:2] in _TLS:
+            raise ProtocolError(_TLS[head[:2]])
         if not MAGIC.startswith(head[: len(MAGIC)]):
             raise ProtocolError("the peer does not speak the datadist control protocol (wrong port?)")
         if len(head) < len(PREAMBLE):

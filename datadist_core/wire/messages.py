@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 #: Raised whenever an old peer could misread a new one. Both ends must agree exactly.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -69,8 +69,36 @@ class Beacon(msgspec.Struct, frozen=True):
     value: bytes
 
 
+class Process(msgspec.Struct, frozen=True):
+    """Which process an end is: see `link.process`. `door`: the address of its Unix socket."""
+
+    door: bytes
+    started: int
+
+
+class Challenge(Message, frozen=True, tag=True, omit_defaults=True):
+    """First message of a dialling end that has a shared secret; `nonce`: 32 random bytes. See `link.authentication`."""
+
+    protocol_version: int
+    cluster_id: int
+    expected_cluster_id: int
+    nonce: bytes
+
+
+class CounterChallenge(Message, frozen=True, tag=True, omit_defaults=True):
+    """The listening end's answer to Challenge."""
+
+    nonce: bytes
+
+
+class Proof(Message, frozen=True, tag=True, omit_defaults=True):
+    """That the sender knows the secret: HMAC over both challenges. First the dialling end's, then the other one's."""
+
+    mac: bytes
+
+
 class Hello(Message, frozen=True, tag=True, omit_defaults=True):
-    """First message of the dialling end."""
+    """First message of the dialling end, or the first after the proofs."""
 
     protocol_version: int
     software: str
@@ -83,6 +111,7 @@ class Hello(Message, frozen=True, tag=True, omit_defaults=True):
     offers: list[BackendOffer]
     beacon: Beacon
     heartbeat_s: float
+    process: Process | None = None
 
 
 class Welcome(Message, frozen=True, tag=True, omit_defaults=True):
@@ -97,6 +126,7 @@ class Welcome(Message, frozen=True, tag=True, omit_defaults=True):
     offers: list[BackendOffer]
     beacon: Beacon
     heartbeat_s: float
+    process: Process | None = None
 
 
 class Refuse(Message, frozen=True, tag=True, omit_defaults=True):
@@ -202,6 +232,33 @@ class Revoke(Message, frozen=True, tag=True, omit_defaults=True):
     cache_id: int
 
 
+class SumPart(msgspec.Struct, frozen=True, array_like=True):
+    """`num_bytes` from `offset_bytes` of every item."""
+
+    offset_bytes: int
+    num_bytes: int
+
+
+class AskChecksums(Message, frozen=True, tag=True, omit_defaults=True):
+    """Ask the owner what its memory holds: of every grid one XXH3 per `items_per_sum` items, over all parts of them.
+
+    `grids` are divided as the asking end sees them; `items` are int64 in little-endian order. See `cache.integrity`.
+    """
+
+    request_id: int
+    grids: list[GridInfo]
+    items: bytes
+    parts: list[SumPart]
+    items_per_sum: int
+
+
+class Checksums(Message, frozen=True, tag=True, omit_defaults=True):
+    """Uint64 numbers in little-endian order, grid after grid."""
+
+    request_id: int
+    sums: bytes
+
+
 class Call(Message, frozen=True, tag=True, omit_defaults=True):
     """A request to a service that the layer above registered by name."""
 
@@ -226,7 +283,10 @@ class Failure(Message, frozen=True, tag=True, omit_defaults=True):
 
 
 AnyMessage = (
-    Hello
+    Challenge
+    | CounterChallenge
+    | Proof
+    | Hello
     | Welcome
     | Refuse
     | Probed
@@ -242,6 +302,8 @@ AnyMessage = (
     | Located
     | Consume
     | Revoke
+    | AskChecksums
+    | Checksums
     | Call
     | Reply
     | Failure

@@ -247,8 +247,8 @@ class Notes:
     def _is_linked(self, cluster_id: int) -> bool:
         try:
             self._datadist.link_info(cluster_id)
-        except llm_datadist.LLMException:
-            return False
+        except llm_datadist.LLMException as error:
+            return error.status_code is llm_datadist.LLMStatusCode.LLM_LINK_BUSY  # on its way out, but not gone
         return True
 
     def _wait_for(self, condition: Callable[[], bool], what: str) -> None:

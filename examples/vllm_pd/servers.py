@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol
 
 import httpx
 
@@ -150,25 +150,43 @@ def free_port(host: str = HOST) -> int:
 # -- one supervised process tree -------------------------------------------------------------------
 
 
+class SupervisorHandle(Protocol):
+    """What is asked of a supervisor's process: `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 class ProcessTree:
     """A command with everything that it starts, its output in a log file."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log_path: Path) -> None:
         self.log_path = log_path
-        wrapper = [sys.executable, "-I", "-S", supervise.__file__, str(GRACE_S), str(os.getpid())]
         with open(log_path, "ab") as log:
             log.write(f"$ {shlex.join(command)}\n".encode())
             log.flush()
-            # Its own session: Ctrl-C in a terminal reaches only us, and we end the servers in order.
-            self._supervisor = subprocess.Popen(
-                [*wrapper, *command],
-                env=dict(env),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=log_path.parent,
-                start_new_session=True,
-            )
+            self._supervisor = self._start(command, env, log)
+
+    def _start(self, command: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> SupervisorHandle:
+        wrapper = [sys.executable, "-I", "-S", supervise.__file__, str(GRACE_S), str(os.getpid())]
+        # Its own session: Ctrl-C in a terminal reaches only us, and we end the servers in order.
+        return subprocess.Popen(
+            [*wrapper, *command],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=self.log_path.parent,
+            start_new_session=True,
+        )
 
     def exit_status(self) -> int | None:
         """None while it runs; 128+N if the command was ended by signal N."""
@@ -191,6 +209,10 @@ class ProcessTree:
                 self._supervisor.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 self._kill()
+
+    def kill(self) -> None:
+        """SIGKILL to all but Python's resource trackers; the supervisor cleans up after them."""
+        supervise.signal_each([pid for pid in self.pids() if not supervise.is_resource_tracker(pid)], 9)
 
     def _kill(self) -> None:
         """The supervisor is the subreaper, so it must go last: until then nothing can slip from under it."""
@@ -224,9 +246,13 @@ class HttpService:
         env: the whole environment of the process.
         log_dir: where its log goes; a new temporary folder if None.
         ready_path: answers 200 once the service can be used.
+        port: 0 = one that is free, chosen at each start.
 
     Not thread-safe; use one thread per service, or `start_all`.
     """
+
+    #: How its processes are started.
+    tree_type: ClassVar[type[ProcessTree]] = ProcessTree
 
     def __init__(
         self,
@@ -235,9 +261,11 @@ class HttpService:
         env: Mapping[str, str],
         log_dir: str | os.PathLike[str] | None,
         ready_path: str,
+        port: int = 0,
     ) -> None:
         self.name = name
         self.port = 0
+        self._fixed_port = port
         self._command_for = command_for
         self._env = dict(env)
         self._ready_path = ready_path
@@ -252,12 +280,12 @@ class HttpService:
         if self._tree is not None:
             raise RuntimeError(f"{self.name} is already started")
         self._attempts += 1
-        self.port = free_port()
+        self.port = self._fixed_port or free_port()
         if self._log_dir is None:
             self._log_dir = Path(tempfile.mkdtemp(prefix="vllm-datadist-logs-"))
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self.log_path.write_bytes(b"")
-        self._tree = ProcessTree(self._command_for(self.port), self._env, self.log_path.absolute())
+        self._tree = self.tree_type(self._command_for(self.port), self._env, self.log_path.absolute())
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S, on_progress: Progress | None = None) -> None:
         """Wait until the service answers.
@@ -291,6 +319,19 @@ class HttpService:
         """Begin to stop, and return at once; `stop` then waits. To stop several at the same time."""
         if self._tree is not None:
             self._tree.request_stop()
+
+    def kill(self) -> None:
+        """SIGKILL to every process at once, as if the host had gone; then wait until all are gone.
+
+        Only Python's resource trackers are left a moment: they remove vLLM's own shared memory.
+        """
+        if self._tree is not None:
+            self._tree.kill()
+            self.stop()
+
+    def exit_status(self) -> int | None:
+        """None while it runs, or before `start`; 128+N if it was ended by signal N."""
+        return self._tree.exit_status() if self._tree is not None else None
 
     def __enter__(self) -> Self:
         try:
@@ -390,6 +431,7 @@ class VllmServer(HttpService):
         max_model_len: longest request in tokens.
         served_model_name: the model's name in requests.
         log_dir: where the log goes.
+        port: 0 = one that is free, chosen at each start.
     """
 
     def __init__(
@@ -404,6 +446,7 @@ class VllmServer(HttpService):
         max_model_len: int = 4096,
         served_model_name: str = "model",
         log_dir: str | os.PathLike[str] | None = None,
+        port: int = 0,
     ) -> None:
         arguments = ["--model", str(model), "--served-model-name", served_model_name, "--dtype", "float32"]
         arguments += [
@@ -418,7 +461,7 @@ class VllmServer(HttpService):
         self._arguments = [*arguments, *extra_args]
         self.served_model_name = served_model_name
         self.kv_transfer_config = dict(kv_transfer_config) if kv_transfer_config is not None else None
-        super().__init__(name, self._command, _server_env(kv_transfer_config, env or {}), log_dir, "/health")
+        super().__init__(name, self._command, _server_env(kv_transfer_config, env or {}), log_dir, "/health", port)
 
     def _command(self, port: int) -> list[str]:
         server = [

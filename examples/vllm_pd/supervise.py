@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Protocol
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -60,7 +61,7 @@ def _process_table() -> list[tuple[int, int]]:
     return table
 
 
-def _is_resource_tracker(pid: int) -> bool:
+def is_resource_tracker(pid: int) -> bool:
     """Python's process that removes a dead program's shared memory, if it is given the time to."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as command_line:
         return b"multiprocessing.resource_tracker" in command_line.read()
@@ -78,15 +79,28 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _die_with_supervisor() -> None:
+def die_with_parent() -> None:
     """The last resort: were the supervisor itself killed with SIGKILL, at least the command goes too."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class Supervisor:
-    """Owns one command's process tree from start to the last reaped process."""
+class Started(Protocol):
+    """A child process."""
 
-    def __init__(self, command: list[str], grace_s: float, caller_pid: int) -> None:
+    @property
+    def pid(self) -> int: ...
+
+
+class Supervisor:
+    """Owns one command's process tree from start to the last reaped process.
+
+    Args:
+        start: starts the command as a child of this process.
+        grace_s: how long the tree may take to end after SIGTERM.
+        caller_pid: this process's parent; when it is gone the tree is ended.
+    """
+
+    def __init__(self, start: Callable[[], Started], grace_s: float, caller_pid: int) -> None:
         self._grace_s = grace_s
         self._caller_pid = caller_pid
         self._stop_wanted = False
@@ -94,7 +108,7 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
-        self._main = subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_supervisor)
+        self._main = start()
 
     def run(self) -> int:
         """Wait for an end from either side, clear the tree, return the command's exit status (128+N for signal N)."""
@@ -115,7 +129,7 @@ class Supervisor:
         if self._exit_status is None:
             signal_each([self._main.pid], signal.SIGTERM)
             self._wait_empty(self._grace_s)
-        self._kill_until_empty(lambda pid: not _is_resource_tracker(pid), TRACKERS_GRACE_S)
+        self._kill_until_empty(lambda pid: not is_resource_tracker(pid), TRACKERS_GRACE_S)
         self._kill_until_empty(lambda _pid: True, None)
 
     def _kill_until_empty(self, chosen: Callable[[int], bool], limit_s: float | None) -> None:
@@ -157,7 +171,11 @@ def main(arguments: list[str]) -> int:
     if len(arguments) < 3:
         print(__doc__, file=sys.stderr)
         return 2
-    return Supervisor(arguments[2:], float(arguments[0]), int(arguments[1])).run()
+    return Supervisor(lambda: _start(arguments[2:]), float(arguments[0]), int(arguments[1])).run()
+
+
+def _start(command: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's table of hand-offs. A request is in it from its arrival until vLLM has let go of its blocks.
+"""D's table of hand-offs: a request is in it from its arrival until vLLM has let go of its blocks.
 
-    QUEUED   --blocks allocated for a load-->  LOADING  --workers done-->  SETTLED
-    QUEUED   --nothing to load------------->   SETTLED
-    any      --request finished------------>   removed (LOADING: when the workers are done)
-
-A ticket is good for one load. Several requests may come with the same one (n > 1): the first is the leader, the others
-follow it: they wait until its load has ended, and then go on from this engine's own prefix cache.
+Each moves as `handoff.request` says. A ticket is good for one load. Several requests may come with the same one
+(n > 1): the first is the leader, the others follow it: they wait until its load has ended, and then go on from this
+engine's own prefix cache.
 
 vLLM stops the engine with an assertion when it hears of the end of a load it does not know. So ids that the table
 has seen the end of are remembered for a while, and dropped from later reports.
@@ -16,17 +13,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
+from ..handoff.request import REQUEST_TABLE, RequestEvent, RequestState, Tell
 from ..messages import RequestKey
 from ..params import Ticket
 
-
-class HandoffState(Enum):
-    QUEUED = "queued"
-    LOADING = "loading"
-    SETTLED = "settled"
+_AWAITS_LOAD = (RequestState.LOADING, RequestState.ABANDONED)
+_LEADERS_AFFAIR = (Tell.WATCH, Tell.RELEASE)
+_BEFORE_SETTLED = (RequestState.QUEUED, *_AWAITS_LOAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +40,22 @@ class Handoff:
         refused: why its ticket cannot be used; "" if it can.
         num_remote_tokens: tokens being loaded or loaded from P.
         leader: the request whose load this one waits for; None if it loads itself.
-        is_gone: vLLM has finished the request; only the end of the load is awaited.
         is_aborted: it was finished because nobody wants it any more: how the load ends is of no interest.
     """
 
     key: RequestKey
     ticket: Ticket
     num_prompt_tokens: int
-    state: HandoffState = HandoffState.QUEUED
+    state: RequestState = RequestState.NEW
     refused: str = ""
     num_remote_tokens: int = 0
     leader: RequestKey | None = None
-    is_gone: bool = False
     is_aborted: bool = False
+
+    def step(self, event: RequestEvent) -> tuple[Tell, ...]:
+        """Move on. What to tell the workers; P's lease is not a follower's to keep or to release."""
+        self.state, tells = REQUEST_TABLE.next(self.state, event)
+        return tells if self.leader is None else tuple(tell for tell in tells if tell not in _LEADERS_AFFAIR)
 
 
 class HandoffTable:
@@ -90,14 +88,14 @@ class HandoffTable:
     def must_wait(self, handoff: Handoff) -> bool:
         """Whether the leader that it follows has not ended its load yet."""
         leader = None if handoff.leader is None else self._current.get(handoff.leader.request_id)
-        return leader is not None and leader.key == handoff.leader and leader.state is not HandoffState.SETTLED
+        return leader is not None and leader.key == handoff.leader and leader.state in _BEFORE_SETTLED
 
     def get(self, request_id: str) -> Handoff | None:
         return self._current.get(request_id)
 
     def queued(self, request_id: str) -> Handoff | None:
         handoff = self._current.get(request_id)
-        return handoff if handoff is not None and handoff.state is HandoffState.QUEUED else None
+        return handoff if handoff is not None and handoff.state is RequestState.QUEUED else None
 
     def remove(self, request_id: str) -> None:
         self._current.pop(request_id, None)
@@ -105,10 +103,10 @@ class HandoffTable:
     def load_ended(self, request_id: str) -> Handoff | None:
         """The workers are done with its load. None if no load of that id is awaited."""
         handoff = self._current.get(request_id)
-        if handoff is None or handoff.state is not HandoffState.LOADING:
+        if handoff is None or handoff.state not in _AWAITS_LOAD:
             return None
-        handoff.state = HandoffState.SETTLED
-        if handoff.is_gone:
+        handoff.step(RequestEvent.LOAD_ENDED)
+        if handoff.state is RequestState.GONE:
             del self._current[request_id]
         self._remember(request_id)
         return handoff

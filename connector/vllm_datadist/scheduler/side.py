@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..groups import GroupInfo, missing_position
+from ..handoff.request import RequestEvent, RequestState, Tell
 from ..messages import BlockTables, Endpoint, LeaseOpen, LoadJob, ReleaseJob, RemoteLease, StepWork, Watch
 from ..params import Ticket, TicketError, asks_remote_decode, asks_remote_prefill, parse_ticket, prompt_digest
 from .holds import HoldTable
-from .requests import Handoff, HandoffState, HandoffTable
+from .requests import Handoff, HandoffTable
 from .tallies import TokenTally
 
 _HANDED_OFF_BY = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
@@ -116,7 +117,7 @@ class SchedulerSide:
         if num_external_tokens > 0:
             self._start_load(handoff, blocks, num_external_tokens)
         else:
-            self._settle_without_load(handoff)
+            self._settle_without_load(handoff, RequestEvent.NO_LOAD)
 
     def request_finished(
         self, request: RequestLike, block_ids: Sequence[Sequence[int]]
@@ -189,7 +190,7 @@ class SchedulerSide:
         self._handoffs.lead(handoff)
         replaced = self._handoffs.add(handoff)
         if replaced is not None:
-            self._work.ended.append(replaced.key)
+            self._step(replaced, RequestEvent.REPLACED)
         self._begin(handoff)
 
     def _begin(self, handoff: Handoff) -> None:
@@ -197,9 +198,9 @@ class SchedulerSide:
             self._log.warning(
                 "request %s: ticket does not fit, prefilling here: %s", handoff.key.request_id, handoff.refused
             )
-            self._settle_without_load(handoff)
-        elif handoff.leader is None:
-            self._work.watches.append(Watch(handoff.key, handoff.ticket.remote))
+            self._settle_without_load(handoff, RequestEvent.REFUSED)
+        else:
+            self._step(handoff, RequestEvent.ACCEPTED)
 
     def _why_unfit(self, ticket: Ticket, request: RequestLike) -> str:
         """Why this engine cannot use that ticket, with both values; "" if it can."""
@@ -229,45 +230,48 @@ class SchedulerSide:
 
     def _start_load(self, handoff: Handoff, blocks: Sequence[Sequence[BlockLike]], num_external_tokens: int) -> None:
         end_token = self._end_token(handoff)
-        handoff.state = HandoffState.LOADING
         handoff.num_remote_tokens = num_external_tokens
-        self._work.loads.append(
-            LoadJob(
-                handoff.key,
-                handoff.ticket.remote,
-                tuple(
-                    BlockTables(_source_table(source), _target_table(blocks[group.index]))
-                    for group, source in zip(self._facts.groups, handoff.ticket.block_ids, strict=True)
-                ),
-                max(0, end_token - num_external_tokens),
-                end_token,
-            )
+        load = LoadJob(
+            handoff.key,
+            handoff.ticket.remote,
+            tuple(
+                BlockTables(_source_table(source), _target_table(blocks[group.index]))
+                for group, source in zip(self._facts.groups, handoff.ticket.block_ids, strict=True)
+            ),
+            max(0, end_token - num_external_tokens),
+            end_token,
         )
+        self._step(handoff, RequestEvent.LOAD, load)
 
-    def _settle_without_load(self, handoff: Handoff) -> None:
-        """Nothing will come from P: say so, that it can free its blocks now."""
-        handoff.state = HandoffState.SETTLED
-        self._release(handoff)
+    def _settle_without_load(self, handoff: Handoff, event: RequestEvent) -> None:
+        """Nothing will come from P."""
+        self._step(handoff, event)
         self._tally.count(0, handoff.num_prompt_tokens)
         self._log.debug("request %s: 0 tokens from P, %d here", handoff.key.request_id, handoff.num_prompt_tokens)
 
-    def _release(self, handoff: Handoff) -> None:
-        if handoff.leader is None:
-            self._work.releases.append(ReleaseJob(handoff.key, handoff.ticket.remote))
+    def _step(self, handoff: Handoff, event: RequestEvent, load: LoadJob | None = None) -> None:
+        """Move it on, and note what the workers are to be told."""
+        key, remote = handoff.key, handoff.ticket.remote
+        for tell in handoff.step(event):
+            if tell is Tell.WATCH:
+                self._work.watches.append(Watch(key, remote))
+            elif tell is Tell.LOAD and load is not None:
+                self._work.loads.append(load)
+            elif tell is Tell.RELEASE:
+                self._work.releases.append(ReleaseJob(key, remote))
+            elif tell is Tell.END:
+                self._work.ended.append(key)
 
     def _drop_handoff(self, request: RequestLike) -> None:
         """The request is gone from vLLM, for whatever reason."""
         handoff = self._handoffs.get(request.request_id)
-        if handoff is None or handoff.is_gone:
+        if handoff is None:
             return
-        self._work.ended.append(handoff.key)
-        if handoff.state is HandoffState.LOADING:
-            handoff.is_gone = True
+        if handoff.state is RequestState.LOADING:
             handoff.is_aborted = request.status.name == "FINISHED_ABORTED"
-            return
-        if handoff.state is HandoffState.QUEUED:
-            self._release(handoff)
-        self._handoffs.remove(request.request_id)
+        self._step(handoff, RequestEvent.FINISHED)
+        if handoff.state is RequestState.GONE:
+            self._handoffs.remove(request.request_id)
 
     def _load_ended(self, request_id: str, failed: bool) -> bool:
         """False if vLLM has been told of it before. Ids we know nothing of may be another connector's."""
@@ -281,7 +285,7 @@ class SchedulerSide:
         num_remote = 0 if failed else handoff.num_remote_tokens
         if failed and not handoff.is_aborted:
             self._tally.num_failed_loads += 1
-        if not handoff.is_gone:
+        if handoff.state is not RequestState.GONE:
             self._tally.count(num_remote, handoff.num_prompt_tokens - num_remote)
         self._log.debug(
             "request %s: %d tokens from P %s, %d here%s",

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from datadist_core.errors import LLMException, ProtocolError
+from datadist_core.errors import ProtocolError
 from datadist_core.types import Deadline
 
 from ..messages import (
@@ -28,10 +28,6 @@ from ..messages import (
 CALL_TIMEOUT_S = 5.0
 
 
-class LeaseLost(LLMException):
-    """P cannot say that the blocks were held all the time: what was read may be something else."""
-
-
 class Caller(Protocol):
     def call(self, cluster_id: int, name: str, body: bytes, timeout_s: float) -> bytes: ...
 
@@ -45,14 +41,18 @@ class LeaseCalls:
     def renew(self, endpoint: Endpoint, keys: Sequence[RequestKey], deadline: Deadline) -> list[LeaseState]:
         return self._ask(endpoint, RENEW, msgspec.msgpack.encode(Renew(_refs(keys))), len(keys), deadline)
 
-    def release(self, endpoint: Endpoint, keys: Sequence[RequestKey], deadline: Deadline) -> list[LeaseState]:
-        return self._ask(endpoint, RELEASE, msgspec.msgpack.encode(Release(_refs(keys))), len(keys), deadline)
+    def release(
+        self, endpoint: Endpoint, keys: Sequence[RequestKey], reader: RequestKey, deadline: Deadline
+    ) -> list[LeaseState]:
+        """`reader`: our own request that had, or has, the use of these leases."""
+        body = msgspec.msgpack.encode(Release(_refs(keys), lease_ref(reader)))
+        return self._ask(endpoint, RELEASE, body, len(keys), deadline)
 
     def _ask(self, endpoint: Endpoint, name: str, body: bytes, count: int, deadline: Deadline) -> list[LeaseState]:
         reply = self._caller.call(endpoint.cluster_id, name, body, deadline.earlier(CALL_TIMEOUT_S).remaining_s())
         try:
             states = msgspec.msgpack.decode(reply, type=LeaseAnswer).states
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ProtocolError(f"{name}: the peer's answer cannot be read: {error}") from error
         if len(states) != count:
             raise ProtocolError(f"{name}: {len(states)} answers to {count} questions")

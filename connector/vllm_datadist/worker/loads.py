@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's loads: each job links if needed, pulls, and has P confirm that the lease held.
+"""Runs D's loads: does what `handoff.load` says, in threads and on the real clock.
 
-P holds the blocks from before it gives the ticket until the lease ends, and a lease that has ended is never opened
-again. So the release after the pull, answered HELD, proves that the blocks were held throughout. `renewals` keeps the
-lease alive meanwhile; to wait for a renewal before the pull would prove nothing more, and cost a round trip. If the
-link breaks after the pull, only the release is repeated over a fresh link, never the pull: P may have freed the blocks
-already. Every job ends by its deadline and is reported exactly once, whatever happens to it, because vLLM keeps the
-request's blocks until then.
+A load runs in one thread from its start to its end: each effect is performed there, and its outcome is the machine's
+next event, so there is no change of threads within a load. Every load ends by its deadline and is reported exactly
+once, whatever happens to it, because vLLM keeps the request's blocks until then.
 """
 
 from __future__ import annotations
@@ -14,32 +11,19 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from datadist_core.errors import (
-    Cancelled,
-    ClosedError,
-    LinkFailed,
-    LLMException,
-    NotYetLinked,
-    PeerLost,
-    TimedOut,
-    Unreachable,
-)
+from datadist_core.errors import LLMException
 from datadist_core.types import Deadline
 
-from ..messages import Endpoint, LeaseState, LoadJob, ReleaseJob, RequestKey
-from .lease_calls import LeaseCalls, LeaseLost
+from ..handoff.load import RELINK_PAUSE_S, Effect, LoadEnd, LoadMachine, LoadTable
+from ..messages import Endpoint, LoadJob, ReleaseJob, RequestKey
+from .lease_calls import LeaseCalls
 from .peers import Peer, PeerDirectory
 from .pulls import Moved
-
-#: The link is gone or of no use: a fresh one may work.
-LINK_BROKEN = (PeerLost, NotYetLinked, LinkFailed, Unreachable, ClosedError)
-#: What trying once more may cure. A late answer alone is no reason to take the link from others who use it.
-LINK_TROUBLE = (*LINK_BROKEN, TimedOut)
-RELINK_PAUSE_S = 0.2
 
 
 class Puller(Protocol):
@@ -53,15 +37,6 @@ class LoadResult:
     key: RequestKey
     moved: tuple[Moved, ...]
     error: LLMException | None
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    job: LoadJob
-    endpoint: Endpoint
-    deadline: Deadline
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    moved: list[Moved] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +60,9 @@ class LoadRunner:
         self._limits = limits
         self._log = log
         self._lock = threading.Lock()
-        self._loads: dict[RequestKey, _Load] = {}
-        self._results: list[LoadResult] = []
+        self._table = LoadTable()
+        self._runs: dict[RequestKey, _LoadRun] = {}
+        self._moved: dict[RequestKey, tuple[Moved, ...]] = {}
         self._closing = threading.Event()
         self._load_queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._release_queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -95,39 +71,44 @@ class LoadRunner:
 
     def submit_load(self, job: LoadJob, endpoint: Endpoint) -> None:
         """Start a load. The same key again, while it runs, changes nothing."""
-        load = _Load(job, endpoint, Deadline.after(self._limits.load_timeout_s))
+        machine = LoadMachine(job, endpoint, time.monotonic(), self._limits.load_timeout_s)
+        run = _LoadRun(machine, self._peers, self._leases, self._puller, self._log)
         with self._lock:
-            if self._closing.is_set() or job.key in self._loads:
+            if self._closing.is_set() or not self._table.add(machine):
                 return
-            self._loads[job.key] = load
-        self._load_queue.put(lambda: self._run(load))
+            self._runs[job.key] = run
+        self._load_queue.put(lambda: self._run(run))
 
     def fail_load(self, job: LoadJob, error: LLMException) -> None:
         """Report a load that cannot even be started."""
-        self._report(LoadResult(job.key, (), error))
+        self._report(LoadEnd(job.key, error), ())
 
     def submit_release(self, job: ReleaseJob, endpoint: Endpoint) -> None:
         self._release_queue.put(lambda: self._release_unused(job, endpoint))
 
     def cancel(self, key: RequestKey) -> None:
-        """Nobody wants this load any more: end it soon. It is reported all the same."""
+        """Nobody wants this load any more: it ends soon; now if it waits for a thread. It is reported all the same."""
         with self._lock:
-            load = self._loads.get(key)
-        if load is not None:
-            load.cancelled.set()
+            load = self._table.cancel(key)
+            if load is None:
+                return
+            run = self._runs[key]
+            run.cancelled.set()
+            has_not_begun = self._table.take(load)
+        if has_not_begun:
+            self._drive(run)  # there is nothing to wait for
 
     def take_results(self) -> list[LoadResult]:
         """Loads that ended since the last call; each exactly once."""
         with self._lock:
-            results, self._results = self._results, []
-            return results
+            return [LoadResult(end.key, self._moved.pop(end.key, ()), end.error) for end in self._table.take_ends()]
 
     def close(self) -> None:
         """End all threads. Idempotent."""
         self._closing.set()
         with self._lock:
-            for load in self._loads.values():
-                load.cancelled.set()
+            for load in self._table.cancel_all():
+                self._runs[load.job.key].cancelled.set()
         for _ in range(self._limits.num_threads):
             self._load_queue.put(None)
         self._release_queue.put(None)
@@ -147,89 +128,110 @@ class LoadRunner:
             if not self._closing.is_set():
                 job()
 
-    def _run(self, load: _Load) -> None:
-        error: LLMException | None = None
+    def _run(self, run: _LoadRun) -> None:
+        with self._lock:
+            is_ours = self._table.take(run.machine)
+        if is_ours:
+            self._drive(run)
+
+    def _drive(self, run: _LoadRun) -> None:
+        job, request_id = run.machine.job, run.machine.job.key.request_id
         try:
-            self._load(load)
-        except LLMException as failure:
-            error = failure
+            lets_go = run.to_its_end()
+            error = run.machine.error
         except Exception as failure:
             # A fault of ours. It must not take the thread along, nor leave vLLM waiting for the request.
-            self._log.exception("request %s: unexpected error in a load", load.job.key.request_id)
-            error = LLMException(f"unexpected error: {failure!r}")
-        if error is not None and not load.cancelled.is_set():
-            self._log.error("request %s: load failed: %s", load.job.key.request_id, error)
+            self._log.exception("request %s: unexpected error in a load", request_id)
+            lets_go, error = False, LLMException(f"unexpected error: {failure!r}")
+        if error is not None and not run.machine.is_cancelled:
+            self._log.error("request %s: load failed: %s", request_id, error)
+        if lets_go and not self._closing.is_set():
+            self.submit_release(ReleaseJob(job.key, job.remote), run.machine.endpoint)
+        self._report(LoadEnd(job.key, error), tuple(run.moved) if error is None else ())
+
+    def _report(self, end: LoadEnd, moved: tuple[Moved, ...]) -> None:
         with self._lock:
-            self._loads.pop(load.job.key, None)
-        self._report(LoadResult(load.job.key, tuple(load.moved or ()) if error is None else (), error))
-
-    def _report(self, result: LoadResult) -> None:
-        with self._lock:
-            self._results.append(result)
-
-    # --- one load ---------------------------------------------------------------------------------------------
-
-    def _load(self, load: _Load) -> None:
-        try:
-            self._once_more_on_link_trouble(load, lambda peer: self._load_over(peer, load))
-        except Cancelled:
-            self._let_go(load)
-            raise
-
-    def _load_over(self, peer: Peer, load: _Load) -> None:
-        if load.moved is None:
-            self._check_wanted(load)
-            load.moved = self._puller.pull(peer, load.job, load.deadline)
-        state = self._release(peer, load)
-        if state is not LeaseState.HELD:
-            raise LeaseLost(f"P's lease was {state.value} when the blocks had been read")
-
-    def _release(self, peer: Peer, load: _Load) -> LeaseState:
-        """How the lease was when it ended. P may not have come to open it yet, for a while."""
-        patience = load.deadline.earlier(load.job.remote.lease_s)
-        while True:
-            [state] = self._leases.release(peer.endpoint, [load.job.remote.key], load.deadline)
-            if state is not LeaseState.UNKNOWN or patience.expired:
-                return state
-            self._check_wanted(load)
-
-    def _once_more_on_link_trouble(self, load: _Load, use: Callable[[Peer], None]) -> None:
-        try:
-            self._with_peer(load, use)
-        except LINK_TROUBLE as error:
-            if load.deadline.expired or load.cancelled.wait(RELINK_PAUSE_S):
-                raise
-            self._log.info("request %s: %s; trying a fresh link", load.job.key.request_id, error)
-            self._with_peer(load, use)
-
-    def _with_peer(self, load: _Load, use: Callable[[Peer], None]) -> None:
-        self._check_wanted(load)
-        peer = self._peers.ready(load.endpoint, load.deadline)
-        try:
-            use(peer)
-        except LINK_BROKEN:
-            self._peers.drop(peer)
-            raise
-
-    def _check_wanted(self, load: _Load) -> None:
-        if load.cancelled.is_set():
-            raise Cancelled("the request is gone")
-        if load.deadline.expired:
-            raise TimedOut(f"the load did not end within {self._limits.load_timeout_s:g} s")
-
-    def _let_go(self, load: _Load) -> None:
-        """The request went away before its blocks were read: P need not wait for the lease's end."""
-        if not self._closing.is_set():
-            self.submit_release(ReleaseJob(load.job.key, load.job.remote), load.endpoint)
+            self._runs.pop(end.key, None)
+            self._moved[end.key] = moved
+            self._table.report(end)
 
     def _release_unused(self, job: ReleaseJob, endpoint: Endpoint) -> None:
         deadline = Deadline.after(self._limits.link_timeout_s)
         try:
             with self._peers.linked(endpoint, deadline):
-                self._leases.release(endpoint, [job.remote.key], deadline)
+                self._leases.release(endpoint, [job.remote.key], job.key, deadline)
         except LLMException as error:
             self._log.info(
                 "request %s: P was not told that nothing is needed (%s); its lease ends by itself",
                 job.key.request_id,
                 error,
             )
+
+
+class _LoadRun:
+    """One load's driver: performs what the machine asks for, until it has ended."""
+
+    def __init__(
+        self, machine: LoadMachine, peers: PeerDirectory, leases: LeaseCalls, puller: Puller, log: logging.Logger
+    ) -> None:
+        self.machine = machine
+        self.cancelled = threading.Event()
+        self.moved: list[Moved] = []
+        self._peers = peers
+        self._leases = leases
+        self._puller = puller
+        self._log = log
+        self._deadline = Deadline(machine.deadline_s)
+        self._peer: Peer | None = None
+
+    def to_its_end(self) -> bool:
+        """Whether P shall be told that nothing is needed."""
+        effects = self.machine.started(time.monotonic())
+        while Effect.REPORT not in effects:
+            self._perform_at_once(effects)
+            effects = self._outcome(effects[-1])
+        self._perform_at_once(effects)
+        return Effect.LET_GO in effects
+
+    def _perform_at_once(self, effects: tuple[Effect, ...]) -> None:
+        if Effect.DROP_LINK in effects and self._peer is not None:
+            self._peers.drop(self._peer)
+
+    def _outcome(self, effect: Effect) -> tuple[Effect, ...]:
+        """Perform what takes time, and tell the machine how it ended."""
+        try:
+            return _PERFORM[effect](self)
+        except LLMException as error:
+            return self.machine.failed(error, time.monotonic())
+
+    def _reach(self) -> tuple[Effect, ...]:
+        self._peer = self._peers.ready(self.machine.endpoint, self._deadline)
+        return self.machine.linked(time.monotonic())
+
+    def _read(self) -> tuple[Effect, ...]:
+        self.moved = self._puller.pull(self._linked_peer(), self.machine.job, self._deadline)
+        return self.machine.read(time.monotonic())
+
+    def _ask_release(self) -> tuple[Effect, ...]:
+        job, endpoint = self.machine.job, self._linked_peer().endpoint
+        [state] = self._leases.release(endpoint, [job.remote.key], job.key, self._deadline)
+        return self.machine.answered(state, time.monotonic())
+
+    def _pause(self) -> tuple[Effect, ...]:
+        request_id, error = self.machine.job.key.request_id, self.machine.error
+        self._log.info("request %s: %s; trying once more", request_id, error)
+        self.cancelled.wait(RELINK_PAUSE_S)
+        return self.machine.pause_over(time.monotonic())
+
+    def _linked_peer(self) -> Peer:
+        if self._peer is None:
+            raise RuntimeError("the machine of a load went on without a link")
+        return self._peer
+
+
+_PERFORM: dict[Effect, Callable[[_LoadRun], tuple[Effect, ...]]] = {
+    Effect.REACH: _LoadRun._reach,
+    Effect.READ: _LoadRun._read,
+    Effect.ASK_RELEASE: _LoadRun._ask_release,
+    Effect.PAUSE: _LoadRun._pause,
+}

@@ -46,6 +46,8 @@ class DataDistNode:
         backend, backend_options: the core's `transfer_backend` and `global_resource_config`.
         pool_bytes: how much memory `allocate` may hand out; it costs nothing until used. 0 = no pool.
         huge_pages: the pool lies in the system's huge pages, reserved at once.
+        integrity: the core's `integrity`, for what this worker pulls.
+        security: the core's `security`, as an object.
 
     Raises:
         ListenError: the address cannot be bound.
@@ -60,6 +62,8 @@ class DataDistNode:
         pool_bytes: int,
         backend_options: Mapping[str, Any] = MappingProxyType({}),
         huge_pages: bool = False,
+        integrity: str = "off",
+        security: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.host = host
         self.cluster_id = secrets.randbits(63) + 1
@@ -70,6 +74,9 @@ class DataDistNode:
         config.listen_ip_info = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         config.transfer_backend = backend
         config.global_resource_config = json.dumps(dict(backend_options))
+        config.integrity = integrity
+        if security:
+            config.security = json.dumps(dict(security))
         if pool_bytes > 0:
             pool = {"memory_size": _whole_pages(pool_bytes), "page_shift": _PAGE_SHIFT, "huge_pages": huge_pages}
             config.host_mem_pool_cfg = json.dumps(pool)

@@ -3,14 +3,18 @@
 
 There is at most one attempt per peer at a time; all who need the peer wait for it and share its outcome. A peer is
 ready once the link is up and both descriptions fit. A link that fails is forgotten, so that the next use makes a
-fresh one; a peer that does not fit is remembered, so that it is not asked again. A restarted peer has another
-cluster id, thus is another peer; what is left of the one at the same address is dropped.
+fresh one: at once, if the link had worked, and after a pause, if the attempt before failed. The pause grows with each
+failure, up to some seconds, and is gone with the first success: nobody is refused for ever. A peer that does not fit
+is remembered for a while, so that it is not asked for each request. A restarted peer has another cluster id, thus is
+another peer; what is left of the one at the same address is dropped.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -23,6 +27,13 @@ from datadist_core.types import Deadline
 
 from ..description import Description, Incompatible, check_compatible, decode, encode
 from ..messages import DESCRIBE, Endpoint
+
+#: Of the pause before an attempt that follows failures, in seconds: the first, doubled by each failure, the longest.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+#: The same for a peer that does not fit. It may have been starting when it said so.
+FIRST_REFUSAL_S, LONGEST_REFUSAL_S = 1.0, 30.0
+#: Failures are forgotten when the peer was not needed for so long.
+FORGET_S = 60.0
 
 
 class LinkMaker(Protocol):
@@ -47,34 +58,73 @@ class Peer:
     description: Description
 
 
+@dataclass(frozen=True, slots=True)
+class _Trouble:
+    """What came of the latest attempts at one peer: nothing, `num_failures` times.
+
+    Attributes:
+        next_s: when the next attempt may be made; times are those of `time.monotonic`.
+        incompatible: the latest one showed that the peer does not fit, and why not.
+    """
+
+    num_failures: int
+    next_s: float
+    incompatible: str | None = None
+
+    def after(self, error: BaseException, now_s: float, jitter: float) -> _Trouble:
+        factor = jitter * 2.0 ** min(self.num_failures, 16)
+        if isinstance(error, Incompatible):
+            pause_s = min(LONGEST_REFUSAL_S, FIRST_REFUSAL_S * factor)
+            return _Trouble(self.num_failures + 1, now_s + pause_s, str(error))
+        return _Trouble(self.num_failures + 1, now_s + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * factor))
+
+
+_NO_TROUBLE = _Trouble(0, 0.0)
+
+
 class PeerDirectory:
-    """Thread-safe."""
+    """Thread-safe.
+
+    Args:
+        clock_s, pause, jitter: for tests; the last one says which part of a pause is waited.
+    """
 
     def __init__(
-        self, maker: LinkMaker, describe: Callable[[], Description], link_timeout_s: float, log: logging.Logger
+        self,
+        maker: LinkMaker,
+        describe: Callable[[], Description],
+        link_timeout_s: float,
+        log: logging.Logger,
+        clock_s: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+        jitter: Callable[[], float] = lambda: random.uniform(0.5, 1.0),
     ) -> None:
         self._maker = maker
+        self._clock_s = clock_s
+        self._pause = pause
+        self._jitter = jitter
         self._describe = describe
         self._link_timeout_s = link_timeout_s
         self._log = log
         self._lock = threading.Lock()
         self._peers: dict[int, Future[Peer]] = {}
         self._endpoints: dict[int, Endpoint] = {}
-        self._refused: dict[int, str] = {}
+        self._troubles: dict[int, _Trouble] = {}
 
     def prepare(self, endpoint: Endpoint) -> Future[Peer]:
-        """The peer, or the attempt to reach it that runs or is started now. Never waits."""
+        """The peer, or the attempt to reach it that runs or is started now, maybe after a pause. Never waits."""
         with self._lock:
-            refused = self._refused.get(endpoint.cluster_id)
-            if refused is not None:
-                return _failed(Incompatible(refused))
+            trouble = self._troubles.get(endpoint.cluster_id, _NO_TROUBLE)
+            pause_s = max(0.0, trouble.next_s - self._clock_s())
+            if trouble.incompatible is not None and pause_s > 0:
+                return _failed(Incompatible(trouble.incompatible))
             future = self._peers.get(endpoint.cluster_id)
             if future is not None:
                 return future
             future = self._peers[endpoint.cluster_id] = Future()
             self._endpoints[endpoint.cluster_id] = endpoint
         name = f"datadist-reach-{endpoint.host}:{endpoint.port}"
-        threading.Thread(target=self._attempt, args=(endpoint, future), name=name, daemon=True).start()
+        threading.Thread(target=self._attempt, args=(endpoint, future, pause_s), name=name, daemon=True).start()
         return future
 
     def ready(self, endpoint: Endpoint, deadline: Deadline) -> Peer:
@@ -118,14 +168,15 @@ class PeerDirectory:
         with self._lock:
             return len(self._peers)
 
-    def _attempt(self, endpoint: Endpoint, future: Future[Peer]) -> None:
+    def _attempt(self, endpoint: Endpoint, future: Future[Peer], pause_s: float) -> None:
         try:
+            self._pause(pause_s)
             peer = self._reach(endpoint)
         except BaseException as error:  # whoever waits must hear of it, whatever it is
             self._attempt_failed(endpoint, error)
             future.set_exception(error)
         else:
-            self._drop_predecessors(endpoint)
+            self._reached(endpoint)
             future.set_result(peer)
 
     def _reach(self, endpoint: Endpoint) -> Peer:
@@ -152,21 +203,26 @@ class PeerDirectory:
     def _attempt_failed(self, endpoint: Endpoint, error: BaseException) -> None:
         with self._lock:
             self._forget(endpoint.cluster_id)
-            if isinstance(error, Incompatible):
-                self._refused[endpoint.cluster_id] = str(error)
+            now_s = self._clock_s()
+            before = self._troubles.get(endpoint.cluster_id, _NO_TROUBLE)
+            old = [who for who, trouble in self._troubles.items() if now_s > trouble.next_s + FORGET_S]
+            for cluster_id in old:
+                del self._troubles[cluster_id]
+            self._troubles[endpoint.cluster_id] = before.after(error, now_s, self._jitter())
         self._log.warning("no link to %s: %s", _place(endpoint), error)
 
-    def _drop_predecessors(self, endpoint: Endpoint) -> None:
-        """Whoever was at this address before is gone."""
+    def _reached(self, endpoint: Endpoint) -> None:
+        """Whoever was at this address before is gone, and what went wrong before is forgotten."""
         with self._lock:
             gone = [
                 old
                 for old in self._endpoints.values()
                 if (old.host, old.port) == (endpoint.host, endpoint.port) and old.cluster_id != endpoint.cluster_id
             ]
+            self._troubles.pop(endpoint.cluster_id, None)
             for old in gone:
                 self._forget(old.cluster_id)
-                self._refused.pop(old.cluster_id, None)
+                self._troubles.pop(old.cluster_id, None)
         for old in gone:
             self._maker.unlink(old)
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One load's bytes: plan each cache against the peer's, and pull."""
+"""One load's bytes: plan each cache against the peer's, and pull.
+
+With the setting `integrity` a pull also has checksums made at both ends, and fails where they differ. P makes its own
+before the pull returns, and so before D asks it to release the lease: an answer HELD then proves that P's memory was
+held while they were made too, just as it does for the reading itself.
+"""
 
 from __future__ import annotations
 

@@ -1,33 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's leases: how long blocks are held for a hand-off, and the proof that they were.
+"""P's leases among threads: the engine opens and polls, the core's service threads renew and release.
 
-A lease is opened by a step of P's engine and ended by D's release or by time, each lease by its own clock. D reads
-P's memory without P taking part, so the only proof that it read the right bytes is that the blocks were held until the
-release after the read: `release` answers HELD only then. D may be faster than P's next step: a call for a lease that
-has not been opened yet waits for it, for a bounded time.
-
-Thread-safe: the engine opens and polls, the core's service threads renew and release.
+The leases themselves are in `handoff.lease`. D may be faster than P's next step: a call for a lease that has not been
+opened yet waits for it, for a bounded time.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from ..handoff.lease import Leases, Reader
 from ..messages import LeaseState, RequestKey
 
-
-@dataclass(slots=True)
-class _Lease:
-    lease_s: float
-    ends_at_s: float
+#: How long a call waits for a lease that has not been opened yet.
+ARRIVAL_WAIT_S = 2.0
 
 
 class LeaseTable:
-    """All leases of one worker.
+    """All leases of one worker. Thread-safe.
 
     Args:
         clock: monotonic seconds.
@@ -36,83 +28,60 @@ class LeaseTable:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, arrival_wait_s: float = 2.0, max_ended: int = 4096
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        arrival_wait_s: float = ARRIVAL_WAIT_S,
+        max_ended: int = 4096,
     ) -> None:
-        self._clock = clock
         self._arrival_wait_s = arrival_wait_s
-        self._max_ended = max_ended
         self._changed = threading.Condition()
-        self._active: dict[RequestKey, _Lease] = {}
-        self._ended: OrderedDict[RequestKey, LeaseState] = OrderedDict()
-        self._finished: list[RequestKey] = []
-        self._num_expired = 0
+        self._leases = Leases(clock, max_ended)
 
     def open(self, key: RequestKey, lease_s: float) -> None:
         """Hold from now for `lease_s`. Opening twice, or again after the end, changes nothing."""
         with self._changed:
-            if key not in self._active and key not in self._ended:
-                self._active[key] = _Lease(lease_s, self._clock() + lease_s)
-                self._changed.notify_all()
+            self._leases.open(key, lease_s)
+            self._changed.notify_all()
 
     def renew(self, keys: Sequence[RequestKey]) -> list[LeaseState]:
         """Start each lease's time again; HELD if it is in force."""
         with self._changed:
             self._await_opened(keys)
-            return [self._renew(key) for key in keys]
+            return self._leases.renew(keys)
 
-    def release(self, keys: Sequence[RequestKey]) -> list[LeaseState]:
-        """End each lease; HELD if it was in force all the time. Repeating it gives the same answer."""
+    def release(self, keys: Sequence[RequestKey], reader: Reader) -> list[LeaseState]:
+        """End each lease; HELD if it was in force all the time. Repeating it gives the same reader the same answer."""
         with self._changed:
             self._await_opened(keys)
-            return [self._release(key) for key in keys]
+            states = self._leases.release(keys, reader)
+            self._changed.notify_all()
+            return states
 
     def take_finished(self) -> list[RequestKey]:
         """Leases that ended since the last call, by release or by time; each exactly once."""
         with self._changed:
-            self._sweep()
-            finished, self._finished = self._finished, []
-            return finished
+            return self._leases.take_finished()
 
     def take_num_expired(self) -> int:
         """Leases that ended by time since the last call."""
         with self._changed:
-            count, self._num_expired = self._num_expired, 0
-            return count
+            return self._leases.take_num_expired()
+
+    def end_within(self, limit_s: float) -> None:
+        """From now on no lease, also none opened or renewed later, lasts longer than until `limit_s` from now."""
+        with self._changed:
+            self._leases.end_within(limit_s)
+
+    def wait_until_none(self, limit_s: float) -> int:
+        """Wait until no lease is in force. Returns how many still are after `limit_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._leases.num_active == 0, timeout=limit_s)
+            return self._leases.num_active
 
     @property
     def num_active(self) -> int:
         with self._changed:
-            return len(self._active)
+            return self._leases.num_active
 
     def _await_opened(self, keys: Sequence[RequestKey]) -> None:
-        self._changed.wait_for(
-            lambda: all(key in self._active or key in self._ended for key in keys), timeout=self._arrival_wait_s
-        )
-        self._sweep()
-
-    def _renew(self, key: RequestKey) -> LeaseState:
-        lease = self._active.get(key)
-        if lease is not None:
-            lease.ends_at_s = self._clock() + lease.lease_s
-            return LeaseState.HELD
-        ended = self._ended.get(key, LeaseState.UNKNOWN)
-        return LeaseState.RELEASED if ended is LeaseState.HELD else ended
-
-    def _release(self, key: RequestKey) -> LeaseState:
-        if key in self._active:
-            self._end(key, LeaseState.HELD)
-        return self._ended.get(key, LeaseState.UNKNOWN)
-
-    def _sweep(self) -> None:
-        """End every lease whose time is over, wherever it stands in the table."""
-        now_s = self._clock()
-        for key in [key for key, lease in self._active.items() if lease.ends_at_s <= now_s]:
-            self._num_expired += 1
-            self._end(key, LeaseState.EXPIRED)
-
-    def _end(self, key: RequestKey, state: LeaseState) -> None:
-        del self._active[key]
-        self._finished.append(key)
-        self._ended[key] = state
-        while len(self._ended) > self._max_ended:
-            self._ended.popitem(last=False)
+        self._changed.wait_for(lambda: self._leases.are_known(keys), timeout=self._arrival_wait_s)

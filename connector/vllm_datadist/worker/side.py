@@ -8,25 +8,26 @@ exist in every worker; a request decides which is used.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 import torch
 
-from datadist_core.errors import CacheNotExist, LinkFailed, ProtocolError
+from datadist_core.errors import CacheNotExist, ProtocolError
 
 from ..description import Description, check_compatible, decode, encode
+from ..handoff.desk import StepDesk, StepEnds, WorkerPlace
+from ..handoff.lease import Reader
 from ..messages import (
     DESCRIBE,
     RELEASE,
     RENEW,
     Endpoint,
     LeaseAnswer,
+    LeaseRef,
     LeaseState,
-    LoadJob,
     Release,
-    RemoteLease,
     Renew,
     RequestKey,
     StepWork,
@@ -46,33 +47,9 @@ class UnsupportedMemory(RuntimeError):
     """The KV cache lies in memory that no built-in backend can move. The text names what is missing."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerPlace:
-    """This worker among its engine's workers."""
-
-    pp_rank: int
-    tp_rank: int
-    tp_size: int
-    world_size: int
-
-    @property
-    def index(self) -> int:
-        return self.pp_rank * self.tp_size + self.tp_rank
-
-    @property
-    def counts(self) -> bool:
-        """Whether this worker reports what all workers see alike."""
-        return self.index == 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepResults:
-    """What this worker tells vLLM: request ids, each exactly once. `failed` is part of `received`."""
-
-    sent: set[str]
-    received: set[str]
-    failed: set[str]
-    loads: tuple[LoadResult, ...]
+_Question = TypeVar("_Question", Renew, Release)
+#: What this worker tells vLLM after a step.
+StepResults = StepEnds[LoadResult]
 
 
 class WorkerSide:
@@ -90,6 +67,7 @@ class WorkerSide:
         self._peers = PeerDirectory(node, self._describe_ourselves, limits.link_timeout_s, log)
         self._renewals = Renewals(self._peers, self._lease_calls, log)
         self._loads: LoadRunner | None = None
+        self._desk: StepDesk[LoadResult] | None = None
         self._serve()
 
     # --- start ------------------------------------------------------------------------------------------------
@@ -110,6 +88,7 @@ class WorkerSide:
         self._loads = LoadRunner(
             self._peers, self._lease_calls, BlockPuller(self._node, registered), self._limits, self._log
         )
+        self._desk = StepDesk(self.place, self.leases, self._renewals, self._loads)
         self._description = description
 
     @property
@@ -122,31 +101,23 @@ class WorkerSide:
 
     def start(self, work: StepWork) -> None:
         """Begin what the scheduler side decided. Never waits."""
-        for lease in work.leases:
-            self.leases.open(lease.key, lease.lease_s)
-        for watch in work.watches:
-            endpoint = self._counterpart(watch.remote)
-            if endpoint is not None:
-                self._renewals.watch(watch.key, watch.remote, endpoint)
-        for load in work.loads:
-            self._start_load(load)
-        for release in work.releases:
-            self._renewals.unwatch(release.key)
-            for endpoint in self._share_of(release.remote):
-                self._runner.submit_release(release, endpoint)
-        for key in work.ended:
-            self._end(key)
+        if work.drain_s is not None:
+            self._log.info("the engine ends: %d hand-offs have %.1f s left", self.leases.num_active, work.drain_s)
+            self.leases.end_within(work.drain_s)
+        if not work.is_empty():
+            self._started_desk.start(work)
 
     def take_results(self) -> StepResults:
-        loads = tuple(self._loads.take_results()) if self._loads is not None else ()
-        for load in loads:
-            self._renewals.unwatch(load.key)
-        return StepResults(
-            sent={key.request_id for key in self.leases.take_finished()},
-            received={load.key.request_id for load in loads},
-            failed={load.key.request_id for load in loads if load.error is not None},
-            loads=loads,
-        )
+        if self._desk is None:
+            return StepEnds(set(), set(), set(), ())
+        return self._desk.take_ends()
+
+    def drain(self, limit_s: float) -> None:
+        """Let hand-offs that are outstanding end: nothing writes to their blocks any more."""
+        self.leases.end_within(limit_s)
+        num_left = self.leases.wait_until_none(limit_s)
+        if num_left:
+            self._log.warning("%d hand-offs were not taken within the %g s before this worker ends", num_left, limit_s)
 
     def close(self) -> None:
         """End threads, links and memory. Idempotent."""
@@ -163,26 +134,11 @@ class WorkerSide:
             raise RuntimeError("register the KV cache before the first step")
         return self._loads
 
-    def _start_load(self, load: LoadJob) -> None:
-        endpoint = self._counterpart(load.remote)
-        if endpoint is None:
-            self._runner.fail_load(load, LinkFailed(f"P has no worker of rank {self.place.index}"))
-        else:
-            self._runner.submit_load(load, endpoint)
-
-    def _end(self, key: RequestKey) -> None:
-        self._renewals.unwatch(key)
-        self._runner.cancel(key)
-
-    def _counterpart(self, remote: RemoteLease) -> Endpoint | None:
-        """P's worker of our rank."""
-        place = self.place
-        ranks = (place.pp_rank, place.tp_rank)
-        return next((worker for worker in remote.workers if (worker.pp_rank, worker.tp_rank) == ranks), None)
-
-    def _share_of(self, remote: RemoteLease) -> tuple[Endpoint, ...]:
-        """The workers of P that this worker tells; together ours tell all, also if there are more or fewer."""
-        return remote.workers[self.place.index :: self.place.world_size]
+    @property
+    def _started_desk(self) -> StepDesk[LoadResult]:
+        if self._desk is None:
+            raise RuntimeError("register the KV cache before the first step")
+        return self._desk
 
     def _describe_ourselves(self) -> Description:
         if self._description is None:
@@ -203,10 +159,13 @@ class WorkerSide:
         return encode(ours)
 
     def _on_renew(self, cluster_id: int, body: bytes) -> bytes:
-        return _answer(self.leases.renew, RENEW, body, Renew)
+        question = _decode(RENEW, body, Renew)
+        return _encode(self.leases.renew(_keys(question.leases)))
 
     def _on_release(self, cluster_id: int, body: bytes) -> bytes:
-        return _answer(self.leases.release, RELEASE, body, Release)
+        question = _decode(RELEASE, body, Release)
+        reader = Reader(cluster_id, _key(question.reader))
+        return _encode(self.leases.release(_keys(question.leases), reader))
 
 
 def check_memory(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -223,12 +182,20 @@ def device_unsupported(device_type: str, what: str) -> UnsupportedMemory:
     )
 
 
-def _answer(
-    act: Callable[[list[RequestKey]], list[LeaseState]], name: str, body: bytes, kind: type[Renew] | type[Release]
-) -> bytes:
+def _decode(name: str, body: bytes, kind: type[_Question]) -> _Question:
     try:
-        leases = msgspec.msgpack.decode(body, type=kind).leases
-    except msgspec.MsgspecError as error:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"{name}: the question cannot be read: {error}") from error
-    keys = [RequestKey(lease.request_id, lease.attempt) for lease in leases]
-    return msgspec.msgpack.encode(LeaseAnswer(act(keys)))
+
+
+def _encode(states: list[LeaseState]) -> bytes:
+    return msgspec.msgpack.encode(LeaseAnswer(states))
+
+
+def _keys(refs: list[LeaseRef]) -> list[RequestKey]:
+    return [_key(ref) for ref in refs]
+
+
+def _key(ref: LeaseRef) -> RequestKey:
+    return RequestKey(ref.request_id, ref.attempt)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of the protocol's tables a run of schedules has met."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+from vllm_datadist.handoff.lease import LEASE_TABLE
+from vllm_datadist.handoff.load import LOAD_TABLE
+from vllm_datadist.handoff.renewal import RENEWAL_TABLE
+from vllm_datadist.handoff.request import REQUEST_TABLE
+from vllm_datadist.handoff.table import Table
+
+TABLES: tuple[Table[Any, Any, Any], ...] = (LEASE_TABLE, LOAD_TABLE, RENEWAL_TABLE, REQUEST_TABLE)
+Row = tuple[str, str, str]
+
+
+def row(table: Table[Any, Any, Any], state: Enum, event: Enum) -> Row:
+    """What a row is called in reports."""
+    return table.name, state.value, event.value
+
+
+class _CountingRows(dict[Any, Any]):
+    def __init__(self, table: Table[Any, Any, Any], met: Counter[Row]) -> None:
+        super().__init__(table.rows)
+        self._table = table
+        self._met = met
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._met[row(self._table, *key)] += 1
+        return super().get(key, default)
+
+
+@contextmanager
+def counting() -> Iterator[Counter[Row]]:
+    """How often each row was used, while the context lasts."""
+    met: Counter[Row] = Counter()
+    rows = [table.rows for table in TABLES]
+    try:
+        for table in TABLES:
+            table.rows = _CountingRows(table, met)
+        yield met
+    finally:
+        for table, own in zip(TABLES, rows, strict=True):
+            table.rows = own
+
+
+def all_rows() -> set[Row]:
+    return {row(table, *key) for table in TABLES for key in table.rows}

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol of a hand-off in random schedules (see `simulation`), and the proof that the simulation can see."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from connector.tests.simulation.coverage import all_rows, counting
+from connector.tests.simulation.mutations import FOUND, MUTATIONS, RARE, Mutation
+from connector.tests.simulation.schedule import Schedule, run_schedule
+from connector.tests.simulation.world import Violation
+
+ROOT = Path(__file__).parents[2]
+NUM_QUICK, NUM_SCHEDULES = 200, 2000
+#: A seeded bug must be seen within so many schedules.
+NUM_FOR_A_MUTATION = 300
+#: Rows that no schedule can meet, and why. Unit tests meet them.
+NOT_MET = {
+    ("lease", "open", "opened"): "P's scheduler never uses a key twice",
+    ("lease", "released", "opened"): "as above",
+    ("lease", "expired", "opened"): "as above",
+    ("request", "queued", "the same id came again"): "vLLM refuses an id that it knows",
+    ("request", "loading", "the same id came again"): "as above",
+    ("request", "settled", "the same id came again"): "as above",
+    ("request", "abandoned", "the same id came again"): "as above",
+    ("request", "abandoned", "finished"): "vLLM finishes a request once",
+    ("load", "confirming", "deadline over"): "P's UNKNOWN has to arrive between the deadline and the caller's waking",
+}
+
+
+def _run(first: int, count: int) -> tuple[int, int, int]:
+    """(loads, failed loads, crashes) of so many schedules. A violation names its seed."""
+    loads = failed = crashes = 0
+    for seed in range(first, first + count):
+        try:
+            outcome = run_schedule(seed)
+        except Violation as violation:
+            pytest.fail(f"{violation}\nagain, with its trace: python -m connector.tests.simulation --seed {seed}")
+        loads, failed, crashes = loads + outcome.num_loads, failed + outcome.num_failed, crashes + outcome.num_crashes
+    return loads, failed, crashes
+
+
+def test_200_schedules_keep_every_invariant() -> None:
+    loads, failed, crashes = _run(0, NUM_QUICK)
+    assert loads > 2 * NUM_QUICK
+    assert failed > NUM_QUICK / 2
+    assert crashes > NUM_QUICK / 10
+
+
+@pytest.mark.slow
+def test_2000_schedules_keep_every_invariant_and_meet_every_row() -> None:
+    with counting() as met:
+        _run(0, NUM_SCHEDULES)
+    assert all_rows() - set(met) <= set(NOT_MET)
+
+
+def test_a_seed_decides_everything() -> None:
+    def story(seed: int) -> str:
+        schedule = Schedule(seed, 10_000)
+        schedule.run()
+        return schedule.world.trace()
+
+    assert story(5) == story(5)
+    assert story(5) != story(6)
+
+
+def _first_seen(mutation: Mutation, first: int, count: int) -> tuple[int, str]:
+    """The first schedule that sees it, and by which invariant."""
+    with pytest.MonkeyPatch.context() as patch:
+        mutation.apply(patch)
+        for seed in range(first, first + count):
+            try:
+                run_schedule(seed, mutation.calm)
+            except Violation as violation:
+                return seed, violation.invariant
+    pytest.fail(f"{mutation.name}: not seen in {count} schedules: the simulation is too weak")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_seeded_bug_is_seen(mutation: Mutation) -> None:
+    """Each by an invariant that `MUTATIONS` names for it: the table of what sees what."""
+    _, invariant = _first_seen(mutation, 0, NUM_FOR_A_MUTATION)
+    assert invariant in mutation.invariants
+
+
+FOUND_MUTATIONS = [one for one in (*MUTATIONS, *RARE) if one.name in FOUND]
+
+
+@pytest.mark.parametrize("mutation", FOUND_MUTATIONS, ids=lambda one: one.name)
+def test_a_fault_that_was_found_stays_mended(mutation: Mutation) -> None:
+    """Each was in the code once; its seed shows it again without the remedy, and nothing with it."""
+    seed = FOUND[mutation.name]
+    assert _first_seen(mutation, seed, 1)[1] in mutation.invariants
+    run_schedule(seed)
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_seed_of_a_violation_and_replays_it() -> None:
+    command = [sys.executable, "-m", "connector.tests.simulation"]
+    good = subprocess.run([*command, "--seed", "3"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert good.returncode == 0, good.stderr
+    many = [*command, "--schedules", "20", "--jobs", "2"]
+    assert subprocess.run(many, cwd=ROOT, capture_output=True, text=True, timeout=120).returncode == 0

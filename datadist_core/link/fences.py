@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Former peers that may still be writing, and what is done once they cannot.
+
+A peer that copies one-sidedly may be stopped (by a signal, a debugger, a paused container) in the middle of a copy,
+and go on with it long after this end gave up the link. Memory that it was told of must not be given to anyone else
+before its own end of the link, or its process, has ended: see `Backend.is_fenced`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .link import Link
+
+logger = logging.getLogger(__name__)
+
+_FIRST_POLL_S = 0.005
+_LONGEST_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Awaited:
+    """`then` is called once none of the links' peers can write any more."""
+
+    links: tuple[Link, ...]
+    then: Callable[[], None]
+
+
+class Fences:
+    """Thread-safe. Its thread runs only while a former peer is not fenced."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._former: list[Link] = []
+        self._awaited: list[_Awaited] = []
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def link_ends(self, link: Link) -> None:
+        """Remember a link that leaves the table of links, until its peer is fenced. Twice is a no-op. Never waits."""
+        with self._lock:
+            if link.backends and link not in self._former:
+                self._former.append(link)
+
+    def link_disconnected(self) -> None:
+        """The backends have let go of a link: nearly always its peer has, too. Otherwise it is looked after."""
+        with self._lock:
+            self._former = [old for old in self._former if not _is_fenced(old)]
+            if self._former:
+                self._start()
+
+    def who_may_write(self, cache_id: int) -> list[Link]:
+        """Links that have ended, whose peers were told of that cache of ours and may still be writing to it."""
+        with self._lock:
+            former = list(self._former)
+        return [link for link in former if link.answers.has_told_of(cache_id) and not _is_fenced(link)]
+
+    def when_fenced(self, links: Iterable[Link], then: Callable[[], None]) -> None:
+        """Call `then` once none of these peers can write any more; at once, in this thread, if that is so already."""
+        awaited = _Awaited(tuple(links), then)
+        with self._lock:
+            if not (is_due := self._closed or _is_due(awaited)):
+                self._awaited.append(awaited)
+                self._start()
+        if is_due:
+            then()
+
+    def close(self) -> None:
+        """Wait for nobody any more: everything that is awaited is done now. Idempotent."""
+        with self._lock:
+            self._closed = True
+            awaited, self._awaited = self._awaited, []
+            self._former = []
+        self._closing.set()
+        _do(awaited)
+
+    def _start(self) -> None:
+        """With the lock held."""
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="datadist-fences", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        pause_s = _FIRST_POLL_S
+        while not self._closing.wait(pause_s):
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+            with self._lock:
+                self._former = [old for old in self._former if not _is_fenced(old)]
+                due = [awaited for awaited in self._awaited if _is_due(awaited)]
+                self._awaited = [awaited for awaited in self._awaited if awaited not in due]
+                is_last = not self._awaited and not self._former
+                if is_last:
+                    self._thread = None
+            _do(due)
+            if is_last:
+                return
+
+
+def _is_fenced(link: Link) -> bool:
+    return all(backend.is_fenced(link.link_id) for backend in link.backends)
+
+
+def _is_due(awaited: _Awaited) -> bool:
+    return all(_is_fenced(link) for link in awaited.links)
+
+
+def _do(awaited: Sequence[_Awaited]) -> None:
+    for one in awaited:
+        one.then()

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One asyncio loop in one thread carries all control connections of an LLMDataDist.
+
+Control traffic is small and rare; the number of threads does not grow with the number of links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+
+from ..checks import HostPort
+from ..errors import ClosedError, PeerLost, TimedOut
+from ..security import Security
+from ..types import Deadline
+from .accepting import Acceptor, Listener
+from .channel import Channel
+from .codec import MAX_HELLO_BYTES, MAX_PROOF_BYTES
+
+T = TypeVar("T")
+
+
+class ControlLoop:
+    """The loop's thread, listeners and dialling."""
+
+    def __init__(self, name: str, security: Security | None = None) -> None:
+        security = security or Security()
+        self._tls = security.client_context()
+        self._max_bytes = MAX_HELLO_BYTES if security.secret is None else MAX_PROOF_BYTES
+        self.loop = asyncio.new_event_loop()
+        self._acceptor = Acceptor(self.loop, security)
+        self._lock = threading.Lock()
+        self._running: set[Future[Any]] = set()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name=f"datadist-control-{name}", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], deadline: Deadline) -> T:
+        """Run in the loop, from another thread. Raises TimedOut (the coroutine is cancelled then) or ClosedError."""
+        future = self._start(coroutine)
+        try:
+            return future.result(deadline.timeout())
+        except FutureTimeout as error:
+            future.cancel()
+            raise TimedOut("the control loop did not finish in time") from error
+        except CancelledError as error:
+            raise ClosedError("the control loop was stopped meanwhile") from error
+        finally:
+            with self._lock:
+                self._running.discard(future)
+
+    def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._lock:
+            if self._stopped:
+                coroutine.close()
+                raise ClosedError("the control loop has stopped")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+            self._running.add(future)
+            return future
+
+    def dial(self, address: HostPort, local_host: str | None, deadline: Deadline) -> Channel:
+        """Connect. Raises PeerLost with the system's reason, or TimedOut naming the address."""
+        return self.run(self._dial(address, local_host, deadline), Deadline.after(deadline.remaining_s() + 1))
+
+    def listen(self, address: HostPort, accept: Callable[[Channel], None]) -> Listener:
+        """Bind and accept, beside other listeners. Raises ParamInvalid naming the address if it cannot be bound."""
+        return self.run(self._acceptor.listen(address, accept), Deadline.after(10))
+
+    def close_listener(self, listener: Listener) -> None:
+        """Accept no more there; the port is free on return. What was accepted stays. Twice is a no-op."""
+        self.run(self._close_listener(listener), Deadline.after(5))
+
+    def close(self) -> None:
+        """Stop the loop and its thread; connections still open are closed. Idempotent."""
+        if self.loop.is_closed():
+            return
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=5)
+
+    async def _dial(self, address: HostPort, local_host: str | None, deadline: Deadline) -> Channel:
+        connecting = self.loop.create_connection(
+            lambda: Channel(self.loop, self._max_bytes),
+            address.host,
+            address.port,
+            local_addr=(local_host, 0) if local_host else None,
+            ssl=self._tls,
+            server_hostname=None if self._tls is None else "",  # see `Security`: names are not checked
+        )
+        try:
+            _, channel = await asyncio.wait_for(connecting, deadline.timeout())
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise TimedOut(f"no connection to {address} in time{self._hint(error)}") from error
+        except OSError as error:
+            raise PeerLost(f"cannot connect to {address}: {error}{self._hint(error)}") from error
+        return channel
+
+    def _hint(self, error: Exception) -> str:
+        """What else to look at where TLS is on at this end and the other did not play along."""
+        no_tls = isinstance(error, (ssl.SSLError, ConnectionResetError, ConnectionAbortedError, asyncio.TimeoutError))
+        if self._tls is None or not no_tls:
+            return ""
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return "; its certificate must be signed by the authority in llm.Security"
+        return "; TLS is on at this end: it must be on at both ends, or at neither (llm.Security)"
+
+    async def _close_listener(self, listener: Listener) -> None:
+        self._acceptor.close_listener(listener)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            self._acceptor.close()
+            self._end_running()
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        finally:
+            self.loop.close()
+
+    def _end_running(self) -> None:
+        """Nobody may go on waiting for a loop that runs no more."""
+        with self._lock:
+            self._stopped = True
+            running = list(self._running)
+        for future in running:
+            future.cancel()
+        while tasks := asyncio.all_tasks(self.loop):
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
