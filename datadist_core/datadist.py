@@ -21,14 +21,7 @@ from .cache.table import CacheEntry, CacheTable
 from .checks import HostPort, check_range, check_type
 from .cluster import UINT64_MAX, LLMClusterInfo
 from .config import LLMConfig
-from .errors import (
-    ClosedError,
-    FeatureNotEnabled,
-    LinkExists,
-    LLMException,
-    ParamInvalid,
-    PeerLost,
-)
+from .errors import ClosedError, FeatureNotEnabled, LinkExists, LLMException, ParamInvalid, PeerLost
 from .forks import process_token
 from .link.communicator import CommunicatorTable
 from .link.handshake import LocalEnd

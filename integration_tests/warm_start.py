@@ -234,7 +234,8 @@ class WarmSupervisor:
 @contextmanager
 def warm_servers() -> Iterator[WarmProcess | None]:
     """Within it, every `VllmServer` of this process is started from the warm process that it yields."""
-    from examples.vllm_pd.servers import GRACE_S, ProcessTree, VllmServer
+    from examples.vllm_pd.process_tree import GRACE_S, ProcessTree
+    from examples.vllm_pd.servers import VllmServer
 
     if os.environ.get("COLD_START"):
         yield None
