@@ -55,6 +55,7 @@ def prompt(end: End) -> None:
         by_address = llm_datadist.TransferConfig(DECODER, addrs)
         send(end, manager, cache, by_address, end.seed, [2, 3])
         notes.tell(DECODER, "sent by address")
+        notes.wait(DECODER, "checked")  # what comes next goes into the same cache
 
         # The decoder's cache has a key as well: then no addresses are needed, and layers can be chosen on both ends.
         by_key = llm_datadist.TransferWithCacheKeyConfig(llm_datadist.BlocksCacheKey(DECODER))
@@ -108,6 +109,7 @@ def decoder(end: End) -> None:
         for tensor, source in zip(expected, pattern(DESC, end.seed), strict=True):
             tensor[[2, 3]] = source[[0, 1]]
         end.check("blocks 2 and 3 of all layers, no other block changed", cache.numpy(), expected)
+        notes.tell(PROMPT, "checked")
         notes.wait(PROMPT, "sent by key")
         for tensor, source in zip(expected, pattern(DESC, end.seed + 1), strict=True):
             tensor[[8, 9]] = source[[0, 1]]
