@@ -3,6 +3,7 @@
 # make demo KEEP=1     ... and the servers stay up until Ctrl-C
 # make test            everything, with real vLLM servers (minutes)
 # make test-fast       without servers
+# make test-versions   a smaller set with servers under each vLLM of vllm_datadist/versions.py, each in a venv of its own
 # make nightly         the long forms: 100,000 simulated schedules, soaks, fuzzing (an hour)
 # make bench           throughput and latency of the transfers; BENCH_ARGS=--help
 # make lint            ruff and mypy
@@ -12,15 +13,17 @@ VENV_PYTHON := .venv/bin/python
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+# make test-versions VERSIONS="0.30.0 0.31.0"
+VERSIONS ?=
 # Most tests wait more than they compute: two at a time, also on two processors. Servers take both for themselves.
 TEST_JOBS ?= 2
 SIDE_BY_SIDE = -n $(TEST_JOBS) --dist loadscope
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast nightly bench lint docs clean
+.PHONY: help venv demo test test-fast test-versions nightly bench lint docs clean
 
 help:
-	@sed -n '2,9s/^# //p' Makefile
+	@sed -n '2,10s/^# //p' Makefile
 
 # bootstrap.py knows itself whether there is anything to do.
 venv:
@@ -38,6 +41,10 @@ test: venv
 
 test-fast: venv
 	@$(VENV_PYTHON) -m pytest -m "not servers and not slow" $(SIDE_BY_SIDE) $(TEST_ARGS)
+
+# Not part of `test`: the first time it installs 3.5 GB per version, in $DATADIST_VERSIONS_DIR or .versions/.
+test-versions:
+	@$(PYTHON) tools/versions.py $(VERSIONS)
 
 # For hours when nobody waits: every part ends by itself, and says what it has run.
 nightly: venv

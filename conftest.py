@@ -4,8 +4,47 @@
 from __future__ import annotations
 
 import gc
+import re
+import sys
+from pathlib import Path
 
 import pytest
+
+#: Files whose tests import vLLM, which takes as long as most files: one worker of pytest-xdist runs them all.
+USE_VLLM = tuple(f"connector/tests/test_{name}.py" for name in ("caches_engine", "life", "stats"))
+ALL_SLOW = re.compile(r"^pytestmark = pytest\.mark\.slow\b", re.MULTILINE)
+VLLM_AT_COLLECTION = pytest.StashKey[bool]()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file that is left out as a whole is not even imported: every worker of pytest-xdist would have to."""
+    if "not slow" not in config.option.markexpr or not collection_path.match("test_*.py"):
+        return None
+    return True if ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[VLLM_AT_COLLECTION] = "vllm" in sys.modules
+
+
+@pytest.fixture
+def vllm_at_collection(request: pytest.FixtureRequest) -> bool:
+    """Whether it was imported before the first test."""
+    return request.config.stash[VLLM_AT_COLLECTION]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """As --dist loadscope, with the files of USE_VLLM as if they were one."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "vllm" if nodeid.startswith(USE_VLLM) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,132 +4,25 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 
-from .cache.cache import Cache
-from .cache.desc import CacheDesc
-from .cache.integrity import Integrity
 from .cache.manager import CacheManager
-from .cache.rules import Rules
-from .cache.serving import BEACON_CACHE_ID, CacheServer
-from .cache.store import CacheStore, next_grid_id, next_region_id
-from .cache.table import CacheEntry, CacheTable
-from .checks import HostPort, check_range, check_type
+from .checks import HostPort, check_range, check_type, ip_text
 from .cluster import UINT64_MAX, LLMClusterInfo
 from .config import LLMConfig
-from .errors import ClosedError, FeatureNotEnabled, LinkExists, LLMException, ParamInvalid, PeerLost
-from .forks import process_token
-from .link.communicator import CommunicatorTable
-from .link.handshake import LocalEnd
+from .errors import ClosedError, FeatureNotEnabled, LinkExists, LLMException, ParamInvalid
 from .link.link import LinkInfo
-from .link.manager import LinkManager, Target
-from .link.probe import BEACON_BYTES, BeaconMemory
-from .memory.layout import CacheLayout, divide
-from .services import ServiceTable
+from .link.manager import Target
+from .parts import Parts
 from .settings import Settings
-from .transfer.backend import BackendContext
-from .transfer.checksum import Checksummer
-from .transfer.engine import TransferEngine
-from .transfer.regions import RegionTable
-from .types import DataType, Deadline, LLMRole, LLMStatusCode, Placement, RegisterMemStatus
+from .types import Deadline, LLMRole, LLMStatusCode, RegisterMemStatus
 
 logger = logging.getLogger(__name__)
 
 CHECK_LINK_TIMEOUT_S = 3.0
 _LISTEN_KEYS = ("llm.listenIpInfo", "listen_ip_info")
-
-
-class _Parts:
-    """Everything that exists between `init` and `finalize`."""
-
-    def __init__(self, owner: LLMDataDist, settings: Settings) -> None:
-        self.settings = settings
-        self.table = CacheTable()
-        self.engine = TransferEngine()
-        self.services = ServiceTable()
-        self.checksummer = Checksummer()
-        self.on_link_lost: list[Callable[[int, LLMException], None]] = []
-        cluster_id = owner.cluster_id
-        self.engine.open(settings.transfer_backend, self._context(cluster_id), settings.backend_options)
-        try:
-            self._build(owner, settings, cluster_id)
-        except BaseException:
-            self.close()
-            raise
-
-    def _build(self, owner: LLMDataDist, settings: Settings, cluster_id: int) -> None:
-        self.regions = RegionTable(list(self.engine.backends.values()))
-        # Asked only by peers, and so after `_build`.
-        self.server = CacheServer(
-            cluster_id,
-            self.table,
-            self.regions,
-            self.checksummer,
-            lambda key, of: self.cache_manager.keeper.drop_key(key, of),
-        )
-        self.store = CacheStore(settings, self.regions)
-        self.beacon_memory = BeaconMemory(next_region_id(), next_grid_id())
-        exported = self.regions.add(self.beacon_memory.pool.region)
-        self.table.add(_beacon_entry(self.beacon_memory))
-        local = LocalEnd(
-            cluster_id=cluster_id,
-            incarnation=secrets.token_bytes(16),
-            v2=settings.v2,
-            software=_software(),
-            beacon=self.beacon_memory.beacon(exported),
-            memory=self.beacon_memory,
-            role=lambda: owner.role,
-            heartbeat_s=settings.heartbeat_s,
-        )
-        self.links = LinkManager(local, settings, self.engine, self.server, self.services.serve, self._report_link_lost)
-        self.communicators = CommunicatorTable(cluster_id, self.links, self.services, settings.link_total_time_s)
-        rules = Rules(settings, lambda: owner.role, owner._check_open)
-        integrity = Integrity(settings.integrity == "checksum", self.checksummer, self.regions)
-        self.cache_manager = CacheManager(
-            cluster_id, settings, rules, self.engine, self.store, self.table, self.links, integrity
-        )
-        if settings.listen is not None:  # last: peers may come at once
-            self.links.listeners.move(settings.listen)
-
-    def close(self) -> None:
-        """Links first (nobody may still reach us), then backends, then the memory."""
-        if hasattr(self, "communicators"):
-            self.communicators.close()
-        if hasattr(self, "links"):
-            self.links.close()
-        self.checksummer.close()
-        self.engine.close()
-        if hasattr(self, "store"):
-            self.store.close()
-        if hasattr(self, "beacon_memory"):
-            self.beacon_memory.pool.close()
-
-    def _context(self, cluster_id: int) -> BackendContext:
-        return BackendContext(
-            # Both are asked only once links exist, and so after `_build`.
-            serve_grid=lambda grid_id, op: self.server.serve_grid(grid_id, op),
-            local_region=lambda region_id: self.regions.region(region_id),
-            listen_host=self.settings.listen.host if self.settings.listen else None,
-            process_token=process_token(),
-            security=self.settings.security,
-            report_peer_lost=self._data_path_broke,
-        )
-
-    def _data_path_broke(self, peer_id: int, error: LLMException) -> None:
-        link = self.links.by_link_id(peer_id)
-        if link is not None and link.is_up:  # while unlinking, the peer's end of the data path goes first
-            link.close(PeerLost(f"the data path to cluster {link.peer.cluster_id} broke: {error}"))
-
-    def _report_link_lost(self, cluster_id: int, error: LLMException) -> None:
-        for callback in list(self.on_link_lost):
-            try:
-                callback(cluster_id, error)
-            except Exception:  # the user's own code: the others must still be told
-                logger.exception("an on_link_lost callback failed")
 
 
 class LLMDataDist:
@@ -149,7 +42,7 @@ class LLMDataDist:
         self._role = role
         self._cluster_id = cluster_id
         self._lock = threading.Lock()
-        self._parts: _Parts | None = None
+        self._parts: Parts | None = None
         self._finalized = False
 
     @property
@@ -177,7 +70,7 @@ class LLMDataDist:
             if self._finalized:
                 raise ClosedError("this LLMDataDist was finalized; make a new one")
             if self._parts is None:
-                self._parts = _Parts(self, settings)
+                self._parts = Parts(self._cluster_id, settings, lambda: self._role, self._check_open)
 
     def __enter__(self) -> LLMDataDist:
         return self
@@ -209,6 +102,26 @@ class LLMDataDist:
         statuses = parts.links.link(targets, deadline)
         return _overall(statuses), statuses
 
+    def find_cluster(self, host: str, port: int, timeout_s: float) -> int:
+        """The id of the cluster that listens there, to link with it; nothing is linked by this. (An extension.)
+
+        Asked like any dialling end, with the secret and TLS of this one, so that a stranger's question is refused. What
+        answers is only a name: link to it to know that it is so.
+
+        Args:
+            host, port: where it listens (a name, IPv4 or IPv6; 1 to 65535).
+            timeout_s: for the whole call, in seconds.
+
+        Raises:
+            PeerLost: nothing listens there, or something else than an end of ours. TimedOut: no answer.
+            LinkFailed: the other end refuses, such as one with another secret or protocol version.
+        """
+        parts = self._open()
+        check_type("host", host, str)
+        check_type("port", port, int)
+        check_range("port", port, 1, 65535)
+        return parts.links.find_cluster(HostPort(ip_text(host, "host"), port), _deadline_s(timeout_s))
+
     def link_failure(self, remote_cluster_id: int) -> LLMException | None:
         """Why the last link to that cluster failed or broke; None if it did not. (An extension.)"""
         parts = self._open()
@@ -220,6 +133,23 @@ class LLMDataDist:
         parts = self._open()
         check_type("remote_cluster_id", remote_cluster_id, int)
         return parts.links.get(remote_cluster_id).info()
+
+    def link_id(self, remote_cluster_id: int) -> int | None:
+        """Which link to that cluster is up; None without one. (An extension.)
+
+        No two links of this end have the same id: one that was lost and made anew is told from the one before by it.
+        `CacheManager.push_blocks` and `CacheManager.transfer_cache_async` take it, to go over no other link.
+        """
+        parts = self._open()
+        check_type("remote_cluster_id", remote_cluster_id, int)
+        link = parts.links.peek(remote_cluster_id)
+        return link.link_id if link is not None and link.is_up else None
+
+    @property
+    def num_links(self) -> int:
+        """How many links are up, whichever end dialled; 0 before `init` and after `finalize`. (An extension.)"""
+        parts = self._parts
+        return 0 if parts is None else sum(link.is_up for link in parts.links.links())
 
     def check_link_status(self, remote_cluster_id: int) -> None:
         """Read a few bytes of the peer over the data path.
@@ -336,6 +266,27 @@ class LLMDataDist:
         statuses = parts.links.unlink(ids, deadline, force)
         return _overall(statuses), statuses
 
+    def wait_fenced(self, remote_cluster_id: int, timeout_s: float) -> bool:
+        """Whether the peer of every former link to that cluster can write to our memory no more. (An extension.)
+
+        A link may be gone while its peer's process is only stopped, in the middle of a copy to memory of ours: it goes
+        on with it when it goes on. Memory that it was told of may be given another use once this is True. A link that
+        is up is not a former one, whatever the peer does over it.
+
+        Args:
+            timeout_s: how long to wait for that, in seconds; 0 looks once.
+
+        Returns:
+            True: the peers' own ends of those links, or their processes, have ended, and what this end itself moved
+            over them has, too (also a pull that was under way). True also if there never was a link. With `tcp` it is
+            this end that receives everything: True as soon as its end of the connection is closed. `nixl` and
+            `mooncake` cannot tell: they are True as soon as this end of the link is down, and a peer that was stopped,
+            or its network card, may still write what had begun. False: not within `timeout_s`.
+        """
+        parts = self._open()
+        check_type("remote_cluster_id", remote_cluster_id, int)
+        return parts.links.wait_fenced(remote_cluster_id, _deadline_s(timeout_s, low=0))
+
     def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
         """Change the role while no link exists; start, move or stop the listener.
 
@@ -365,7 +316,7 @@ class LLMDataDist:
         if parts is not None:
             parts.close()
 
-    def _open(self) -> _Parts:
+    def _open(self) -> Parts:
         parts = self._parts
         if parts is None:
             self._check_open()
@@ -376,7 +327,7 @@ class LLMDataDist:
         if self._finalized:
             raise ClosedError("this LLMDataDist was finalized")
 
-    def _check_v1_dials(self, parts: _Parts) -> None:
+    def _check_v1_dials(self, parts: Parts) -> None:
         if not parts.settings.v2 and self._role is LLMRole.PROMPT:
             raise ParamInvalid("in V1 the DECODER cluster calls link_clusters; this one is PROMPT")
 
@@ -411,6 +362,13 @@ def _deadline_ms(timeout: int) -> Deadline:
     return Deadline.after(timeout / 1000)
 
 
+def _deadline_s(timeout_s: float, low: float = 1e-6) -> Deadline:
+    check_type("timeout_s", timeout_s, int, float)
+    if not timeout_s >= low:
+        raise ParamInvalid(f"timeout_s={timeout_s} must be a number of seconds {'of 0 or more' if not low else '> 0'}")
+    return Deadline.after(timeout_s)
+
+
 def _overall(statuses: Sequence[LLMStatusCode]) -> LLMStatusCode:
     return next((s for s in statuses if s is not LLMStatusCode.LLM_SUCCESS), LLMStatusCode.LLM_SUCCESS)
 
@@ -426,19 +384,3 @@ def _listen_option(options: dict[str, str] | None) -> HostPort | None:
     if unknown:
         logger.info("switch_options without a meaning here are ignored: %s", ", ".join(unknown))
     return next((HostPort.parse(options[k], f"switch_options[{k!r}]") for k in _LISTEN_KEYS if k in options), None)
-
-
-def _beacon_entry(memory: BeaconMemory) -> CacheEntry:
-    """The beacon as an entry of the cache table, so that two-sided backends serve it like any other grid."""
-    desc = CacheDesc(1, (1, BEACON_BYTES), DataType.DT_UINT8, Placement.HOST)
-    cache = Cache(BEACON_CACHE_ID, desc, [memory.address], is_blocks_cache=True)
-    division = divide(desc.shape, desc.data_type.item_bytes, desc.batch_dim_index, is_blocks=True)
-    layout = CacheLayout((memory.grid,), True, division, desc.data_type.name)
-    return CacheEntry(cache, layout, True, False, lambda: None)
-
-
-def _software() -> str:
-    try:
-        return f"vllm-datadist {version('vllm-datadist')}"
-    except PackageNotFoundError:
-        return "vllm-datadist (not installed)"

@@ -44,9 +44,9 @@ def random_prompt(num_tokens: int, seed: object) -> list[int]:
     return random.Random(str(seed)).choices(VOCABULARY, k=num_tokens)
 
 
-def alone(server: VllmServer, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+def alone(server: VllmServer, prompt: Sequence[int], num_tokens: int = NUM_TOKENS, **body: Any) -> list[int]:
     """What the server makes of it by itself."""
-    return ask(server, prompt, num_tokens, cache_salt="alone").token_ids
+    return ask(server, prompt, num_tokens, cache_salt="alone", **body).token_ids
 
 
 def handed_off(
@@ -197,6 +197,8 @@ def running_fleet(
     args: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
     plain_single: bool = False,
+    prefill_args: Sequence[str] = (),
+    decode_args: Sequence[str] = (),
     **fields: Any,
 ) -> Iterator[Fleet]:
     """P and D, started side by side. `fields` go into --kv-transfer-config, `extra` into its extra config.
@@ -204,19 +206,19 @@ def running_fleet(
     `plain_single`: a third server, without a connector, to compare with.
     """
 
-    def server(name: str, transfer: dict[str, Any] | None) -> VllmServer:
+    def server(name: str, transfer: dict[str, Any] | None, own_args: Sequence[str] = ()) -> VllmServer:
         return VllmServer(
             model,
             kv_transfer_config=transfer,
             name=name,
             block_size=block_size,
-            extra_args=["--max-num-batched-tokens", str(CHUNK_TOKENS), *args],
+            extra_args=["--max-num-batched-tokens", str(CHUNK_TOKENS), *args, *own_args],
             env=env,
             log_dir=log_dir,
         )
 
-    prefill = server("prefill", config("kv_producer", extra, **fields))
-    decode = server("decode", config("kv_consumer", extra, **fields))
+    prefill = server("prefill", config("kv_producer", extra, **fields), prefill_args)
+    decode = server("decode", config("kv_consumer", extra, **fields), decode_args)
     single = server("single", None) if plain_single else prefill
     with start_all(list(dict.fromkeys([single, prefill, decode]))):
         yield Fleet(single, prefill, decode, block_size)

@@ -51,6 +51,8 @@ MODULES = (
     "datadist_core.backends.tcp",
     "datadist_core.testing.faults",
 )
+#: Where the `main` of a module is, if not in itself.
+MAINS = {"vllm.entrypoints.openai.api_server": "vllm.entrypoints.launchers.api_server.entry"}
 MAX_MESSAGE_BYTES = 1 << 20
 
 
@@ -135,7 +137,7 @@ class Forked:
 
 
 def _serve(command: list[str]) -> int:
-    """In the second child: what `python -m vllm.entrypoints.openai.api_server ARGUMENTS` does."""
+    """In the second child: what `python -m MODULE ARGUMENTS` does, for vLLM's server and for modules with a `main`."""
     from examples.vllm_pd import supervise
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -146,9 +148,7 @@ def _serve(command: list[str]) -> int:
     resource_tracker.ensure_running()
     module = command.index("-m") + 1
     sys.argv = command[module:]
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
-
-    serve()
+    importlib.import_module(MAINS.get(sys.argv[0], sys.argv[0])).main()
     return 0
 
 

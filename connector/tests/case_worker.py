@@ -29,9 +29,10 @@ NUM_BLOCKS, HEADS, TOKENS, CONTENT = 32, 2, 16, 64
 LAYERS = ("layers.0", "layers.1")
 GROUP = GroupInfo(0, TOKENS, None, LAYERS)
 ANSWER_TIMEOUT_S = 90.0
-#: Threads that come and go with work, up to a limit.
+#: Threads that come with work, or come and go with it, up to a limit.
 _BOUNDED = (
     "datadist-accept",
+    "datadist-release",
     "datadist-link",
     "datadist-service",
     "datadist-revoke",

@@ -89,11 +89,11 @@ def test_b09_the_end_of_an_old_attempt_is_not_the_end_of_the_new_one(pair: tuple
     results: list[LoadResult] = []
     pull = side._runner._puller.pull
 
-    def slow_for_the_first(peer: Any, job: LoadJob, deadline: Any) -> Any:
+    def slow_for_the_first(peer: Any, endpoint: Any, job: LoadJob, deadline: Any) -> Any:
         if job.key.attempt == 1:
             reading.set()
             assert gate.wait(20)
-        return pull(peer, job, deadline)
+        return pull(peer, endpoint, job, deadline)
 
     def ended(attempt: int) -> bool:
         results.extend(side.take_results().loads)

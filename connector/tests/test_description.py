@@ -17,10 +17,14 @@ from vllm_datadist.description import (
     decode,
     encode,
 )
-from vllm_datadist.worker.topology import LayerDescription
+from vllm_datadist.worker.topology import LayerDescription, Strip, plain
 
-LAYER = LayerDescription("layers.0", 100, 32, 8192, 0, 2, 4096, 128, 128)
-CACHE = CacheDescription(0, 0, "full_attention", 32, None, [LAYER])
+LAYER = LayerDescription("layers.0", 0, 0, 0, 2, 2, 2, 4096, plain(128, 128))
+CACHE = CacheDescription(
+    model_id=0, group=0, kind="full_attention", window=None, chunk=None, is_state=False, block_tokens=32,
+    pages_per_block=1, page_bytes=8192, num_pages=100, num_tensors=1, layers=[LAYER],
+)  # fmt: skip
+TOKEN_MAJOR = {"head_stride_bytes": 128, "strips": plain(256, 128)}
 OURS = Description(
     version=PROTOCOL_VERSION,
     model="tiny",
@@ -56,9 +60,26 @@ def test_equal_engines_fit_over_the_wire() -> None:
     check_compatible(OURS, decode(encode(OURS)))
 
 
-@pytest.mark.parametrize("theirs", [_with(revision=None), _with_layer(num_blocks=7)])
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        _with(revision=None),
+        _with(tp_size=2, tp_rank=1),
+        _with(pp_size=2, pp_rank=1, stages=(0, 1)),
+        _with(dp_rank=3),
+        _with(caches=[CACHE, CACHE]),
+        _with(caches=[]),
+        _with_cache(num_pages=7),
+        _with_cache(block_tokens=64, page_bytes=16384),
+        _with_cache(model_id=5),
+        _with_layer(layer_name="layers.9"),
+        _with_layer(num_heads=1),
+        _with_layer(**TOKEN_MAJOR),
+    ],
+)
 def test_what_may_differ(theirs: Description) -> None:
-    check_compatible(OURS, theirs)
+    """The cut of the cache, its layout, and layers that only one end has."""
+    check_compatible(OURS, decode(encode(theirs)))
 
 
 @pytest.mark.parametrize(
@@ -71,8 +92,6 @@ def test_what_may_differ(theirs: Description) -> None:
         (_with(cache_dtype="fp8"), "cache_dtype", "'auto'", "'fp8'"),
         (_with(use_mla=True), "use_mla", "False", "True"),
         (_with(speculative="eagle:draft"), "speculative", "'none'", "'eagle:draft'"),
-        (_with(tp_size=2), "tp_size", "1", "2"),
-        (_with(pp_rank=1), "pp_rank", "0", "1"),
         (
             _with(model_config={**OURS.model_config, "rope_theta": "5e5"}),
             "model config rope_theta",
@@ -80,15 +99,14 @@ def test_what_may_differ(theirs: Description) -> None:
             "'5e5'",
         ),
         (_with(model_config={"hidden_size": "256"}), "model config rope_theta", "'10000.0'", "None"),
-        (_with(caches=[CACHE, CACHE]), "number of caches", "1", "2"),
-        (_with_cache(kind="sliding_window"), "group 0: kind", "'full_attention'", "'sliding_window'"),
-        (_with_cache(window=128), "group 0: window", "None", "128"),
-        (_with_cache(block_tokens=64), "group 0: block_tokens", "32", "64"),
-        (_with_cache(layers=[LAYER, LAYER]), "group 0: number of layers", "1", "2"),
-        (_with_layer(layer_name="layers.9"), "layer layers.0: layer_name", "'layers.0'", "'layers.9'"),
-        (_with_layer(num_heads=4), "layer layers.0: num_heads", "2", "4"),
-        (_with_layer(content_bytes=256), "layer layers.0: content_bytes", "128", "256"),
-        (_with_layer(head_stride_bytes=128), "layer layers.0: head_stride_bytes", "4096", "128"),
+        (_with_cache(group=1), "layer layers.0: group", "0", "1"),
+        (_with_cache(kind="sliding_window"), "layer layers.0: kind", "'full_attention'", "'sliding_window'"),
+        (_with_cache(window=128), "layer layers.0: window", "None", "128"),
+        (_with_cache(chunk=64), "layer layers.0: chunk", "None", "64"),
+        (_with_cache(is_state=True), "layer layers.0: is_state", "False", "True"),
+        (_with_layer(total_heads=4), "layer layers.0: total_heads", "2", "4"),
+        (_with_layer(strips=plain(128, 64)), "layer layers.0: content_bytes", "128", "64"),
+        (_with_layer(packing="x"), "layer layers.0: packing", "''", "'x'"),
     ],
 )
 def test_what_may_not_differ(theirs: Description, field: str, ours_value: str, theirs_value: str) -> None:
@@ -100,6 +118,13 @@ def test_what_may_not_differ(theirs: Description, field: str, ours_value: str, t
     assert (
         f"here and {theirs_value}" in text.replace("'10000.0'", "10000").replace("'5e5'", "5e5") or theirs_value in text
     )
+
+
+def test_ranks_whose_heads_nobody_can_number_must_be_equally_many() -> None:
+    ours = _with_layer(total_heads=0)
+    check_compatible(ours, ours)
+    with pytest.raises(Incompatible, match=r"layer layers\.0: tp_size is 1 here and 2 at the peer, and which heads"):
+        check_compatible(ours, msgspec.structs.replace(ours, tp_size=2))
 
 
 def test_many_differences_are_cut_short() -> None:
@@ -117,9 +142,39 @@ def test_another_version_is_named_even_if_the_rest_cannot_be_read(version: int) 
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"\x80\x04\x95", b"\x00" * 64, b"\xff" * 9, msgspec.msgpack.encode({"version": PROTOCOL_VERSION})]
+    "body",
+    [
+        b"",
+        b"\x80\x04\x95",
+        b"\x00" * 64,
+        b"\xff" * 9,
+        msgspec.msgpack.encode({"version": PROTOCOL_VERSION}),
+        encode(_with(tp_rank=1)),
+        encode(_with(tp_size=1 << 40)),
+        encode(_with(dp_rank=-1)),
+        encode(_with_cache(block_tokens=0)),
+        encode(_with_layer(offset_bytes=8192)),
+    ],
 )
 def test_what_is_no_description_is_refused(body: bytes) -> None:
     """B39."""
     with pytest.raises(Incompatible, match="cannot be read"):
         decode(body)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_heads": 1, "rank_heads": 1, "head_stride_bytes": 1 << 63},
+        {"strips": (Strip(0, 1, (1 << 64) - 1, 128, 128),)},
+        {"strips": (Strip(0, 1, 128, 1 << 49, 128),)},
+    ],
+    ids=str,
+)
+def test_a_distance_of_nothing_is_limited_too(changes: dict[str, Any]) -> None:
+    """Planning calculates with it: in 64 bits."""
+    layer = msgspec.structs.replace(LAYER, num_heads=1, rank_heads=1)
+    layer = msgspec.structs.replace(layer, **changes)
+    cache = msgspec.structs.replace(CACHE, block_tokens=1, layers=[layer])
+    with pytest.raises(Incompatible, match=r"layer layers\.0: strides .* are more than \d+ bytes"):
+        decode(encode(_with(caches=[cache])))

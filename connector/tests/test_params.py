@@ -72,6 +72,10 @@ def _drop(key: str) -> Callable[[dict[str, Any]], None]:
     return lambda params: params.pop(key)
 
 
+def _drop_worker(params: dict[str, Any]) -> None:
+    del params["datadist"]["workers"][0]
+
+
 def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     def change(params: dict[str, Any]) -> None:
         *parents, last = path.split(".")
@@ -107,6 +111,11 @@ def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("datadist.prompt_tokens", -1), "prompt_tokens"),
         (_set("datadist.workers", []), "datadist.workers"),
         (_set("datadist.workers", "none"), "datadist.workers"),
+        (_set("datadist.workers", [3] * 4097), "datadist.workers has 4097 entries, expected 1..4096"),
+        (_set("datadist.workers.1.tp_rank", 0), "2 workers with 1 different ranks"),
+        (_set("datadist.workers.1.tp_rank", 2), "expected one of each pp_rank 0..0 and tp_rank 0..2"),
+        (_set("datadist.workers.1.pp_rank", 1), "expected one of each pp_rank 0..1 and tp_rank 0..1"),
+        (_drop_worker, "1 workers with 1 different ranks, expected one of each pp_rank 0..0 and tp_rank 0..1"),
         (_set("datadist.workers", [3]), "datadist.workers"),
         (_set("datadist.workers.0.cluster_id", 7), "cluster_id"),
         (_set("datadist.workers.0.cluster_id", "0"), "cluster_id"),

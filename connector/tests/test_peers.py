@@ -270,5 +270,44 @@ def test_a_fault_in_an_attempt_reaches_those_who_wait(core: StandInCore, peers: 
 
     core.link = broken  # type: ignore[method-assign]
     future: Future[Peer] = peers.prepare(P)
-    assert isinstance(future.exception(30), ZeroDivisionError)
+    error = future.exception(30)
+    assert isinstance(error, LinkFailed), "what those who wait expect"
+    assert "ZeroDivisionError('a fault')" in str(error)
+    assert peers.ready(P, _soon()).endpoint == P
+
+
+def test_calls_to_a_peer_that_does_not_fit_take_turns(core: StandInCore, peers: PeerDirectory) -> None:
+    """Else the first that has ended would take the link from the others."""
+    core.theirs = msgspec.structs.replace(OURS, dtype="g")
+    with pytest.raises(Incompatible):
+        peers.ready(P, _soon())
+    core.unlinked.clear()
+    has_begun, num_unlinked = threading.Event(), []
+
+    def second() -> None:
+        has_begun.set()
+        with peers.linked(P, _soon()):
+            num_unlinked.append(len(core.unlinked))
+
+    with peers.linked(P, _soon()):
+        thread = threading.Thread(target=second, daemon=True)
+        thread.start()
+        assert has_begun.wait(10)
+        with pytest.raises(TimedOut, match="one by one"), peers.linked(P, Deadline.after(0.05)):
+            pass
+    thread.join(10)
+    assert num_unlinked == [1]
+
+
+def test_an_attempt_that_cannot_even_begin_reaches_those_who_wait(
+    core: StandInCore, peers: PeerDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more)
+        first = peers.prepare(P)
+    with pytest.raises(LinkFailed, match=r"10\.0\.0\.1:5000 .*can't start new thread"):
+        first.result(1)
     assert peers.ready(P, _soon()).endpoint == P

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from connector.tests.simulation.coverage import all_rows, counting
-from connector.tests.simulation.mutations import FOUND, MUTATIONS, RARE, Mutation
+from connector.tests.simulation.mutation import Mutation
+from connector.tests.simulation.mutations import FOUND, MUTATIONS
 from connector.tests.simulation.schedule import Schedule, run_schedule
 from connector.tests.simulation.world import Violation
 
 ROOT = Path(__file__).parents[2]
-NUM_QUICK, NUM_SCHEDULES = 200, 2000
+NUM_QUICK, NUM_SCHEDULES = 100, 1000
 #: A seeded bug must be seen within so many schedules.
 NUM_FOR_A_MUTATION = 300
 #: Rows that no schedule can meet, and why. Unit tests meet them.
@@ -29,7 +30,44 @@ NOT_MET = {
     ("request", "abandoned", "the same id came again"): "as above",
     ("request", "abandoned", "finished"): "vLLM finishes a request once",
     ("load", "confirming", "deadline over"): "P's UNKNOWN has to arrive between the deadline and the caller's waking",
-}
+    ("offer", "offering", "answer: unknown"): "no P of ours answers an offer with that",
+    ("parts", "reported before all parts have ended", "a part ended"): "one of several parts has to end well just then",
+    ("parts", "reported before all parts have ended", "a part failed"): "as above, or fail",
+    # Two rare things within one send, question, or release: met by test_simulation_pushes and _machines.
+    **dict.fromkeys(
+        [
+            ("lease", "open", "release with another number of readers"),
+            ("lease", "released", "release with another number of readers"),
+            ("load", "linking after the read", "deadline over"),
+            ("offer", "fencing", "linked"),
+            ("offer", "asking how far it is", "answer: unknown"),
+            ("offer", "asking how far it is", "cancelled"),
+            ("offer", "asking how far it is", "deadline over"),
+            ("offer", "offering", "no answer in time, no matter"),
+            ("offer", "queued", "cancelled"),
+            ("parts", "stopping", "a part ended"),
+            ("push", "all sent so far", "link lost"),
+            ("push", "all sent so far", "the request lost its blocks"),
+            ("push", "all sent so far", "time of the offer over"),
+            ("push", "telling the end", "the request lost its blocks"),
+            ("push", "asking whether the offer stands", "link lost"),
+            ("push", "asking whether the offer stands", "the request lost its blocks"),
+            *(
+                ("push", state, event)
+                for state in (
+                    "cut off, something under way", "failed, something under way", "sending what is void",
+                    "withdrawn, something under way",
+                )
+                for event in (
+                    "it is over", "it is over, tokens to send", "link lost", "nothing more will come",
+                    "the request lost its blocks", "time of the offer over", "tokens to send", "withdrawn",
+                )
+                if not (state.startswith(("cut", "failed", "withdrawn")) and event == "it is over")
+            ),
+        ],
+        "rare",
+    ),
+}  # fmt: skip
 
 
 def _run(first: int, count: int) -> tuple[int, int, int]:
@@ -44,7 +82,7 @@ def _run(first: int, count: int) -> tuple[int, int, int]:
     return loads, failed, crashes
 
 
-def test_200_schedules_keep_every_invariant() -> None:
+def test_100_schedules_keep_every_invariant() -> None:
     loads, failed, crashes = _run(0, NUM_QUICK)
     assert loads > 2 * NUM_QUICK
     assert failed > NUM_QUICK / 2
@@ -52,7 +90,7 @@ def test_200_schedules_keep_every_invariant() -> None:
 
 
 @pytest.mark.slow
-def test_2000_schedules_keep_every_invariant_and_meet_every_row() -> None:
+def test_1000_schedules_keep_every_invariant_and_meet_every_row() -> None:
     with counting() as met:
         _run(0, NUM_SCHEDULES)
     assert all_rows() - set(met) <= set(NOT_MET)
@@ -74,7 +112,7 @@ def _first_seen(mutation: Mutation, first: int, count: int) -> tuple[int, str]:
         mutation.apply(patch)
         for seed in range(first, first + count):
             try:
-                run_schedule(seed, mutation.calm)
+                run_schedule(seed, mutation.calm, mutation.pushes)
             except Violation as violation:
                 return seed, violation.invariant
     pytest.fail(f"{mutation.name}: not seen in {count} schedules: the simulation is too weak")
@@ -88,7 +126,7 @@ def test_a_seeded_bug_is_seen(mutation: Mutation) -> None:
     assert invariant in mutation.invariants
 
 
-FOUND_MUTATIONS = [one for one in (*MUTATIONS, *RARE) if one.name in FOUND]
+FOUND_MUTATIONS = [one for one in MUTATIONS if one.name in FOUND]
 
 
 @pytest.mark.parametrize("mutation", FOUND_MUTATIONS, ids=lambda one: one.name)
@@ -96,7 +134,7 @@ def test_a_fault_that_was_found_stays_mended(mutation: Mutation) -> None:
     """Each was in the code once; its seed shows it again without the remedy, and nothing with it."""
     seed = FOUND[mutation.name]
     assert _first_seen(mutation, seed, 1)[1] in mutation.invariants
-    run_schedule(seed)
+    run_schedule(seed, mutation.calm, mutation.pushes)
 
 
 @pytest.mark.slow

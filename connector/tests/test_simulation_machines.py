@@ -7,7 +7,9 @@ import pytest
 
 from connector.tests.simulation.coverage import TABLES
 from datadist_core.errors import Cancelled, PeerLost, RemoteError, TimedOut
-from vllm_datadist.handoff.load import LOAD_TABLE, Effect, LeaseLost, LoadMachine, LoadState, LoadTable
+from vllm_datadist.handoff.lease import Leases, Reader
+from vllm_datadist.handoff.load import LOAD_TABLE, Effect, LeaseLost, LoadMachine, LoadState
+from vllm_datadist.handoff.parts import GroupEnd, PartTable
 from vllm_datadist.handoff.renewal import RenewalTable
 from vllm_datadist.handoff.table import NotAllowed
 from vllm_datadist.messages import BlockTables, Endpoint, LeaseState, LoadJob, RemoteLease, RequestKey
@@ -118,12 +120,133 @@ def test_a_read_that_p_refuses_lets_p_go() -> None:
     assert load.failed(RemoteError("no such block"), 1.0) == (Effect.LET_GO, Effect.REPORT)
 
 
-def test_a_load_is_reported_once_and_may_come_back_under_another_attempt() -> None:
-    table = LoadTable()
-    load = LoadMachine(JOB, P, 0.0, TIMEOUT_S)
-    assert (table.add(load), table.add(load), len(table)) == (True, False, 1)
-    assert table.cancel(RequestKey("d-1", 2)) is None
-    assert table.cancel_all() == [load]
+def _parts(count: int) -> tuple[PartTable[LoadMachine], list[LoadMachine]]:
+    table: PartTable[LoadMachine] = PartTable()
+    parts = [LoadMachine(JOB, P, 0.0, TIMEOUT_S) for _ in range(count)]
+    assert table.add(JOB.key, parts)
+    return table, parts
+
+
+def test_a_job_is_added_once_and_may_come_back_under_another_attempt() -> None:
+    table, parts = _parts(2)
+    assert not table.add(JOB.key, parts)
+    assert table.cancel(RequestKey("d-1", 2)) == []
+    assert table.cancel_all() == parts
+    assert table.cancel_all() == []
+
+
+def test_a_job_is_reported_with_its_last_part_and_one_that_fails_cancels_the_others() -> None:
+    table, (first, second, third) = _parts(3)
+    assert (table.take(first), table.take(first)) == (True, False)
+    assert table.ended(first) == []
+    second.error = PeerLost("cut")
+    assert table.ended(second) == [third]
+    assert third.is_cancelled
+    assert table.take_ends() == []
+    assert table.take(third), "whoever cancelled it drives what waits for its turn"
+    third.error = Cancelled("the request is gone")
+    assert table.ended(third) == []
+    assert table.take_ends() == [GroupEnd(JOB.key, second.error)]
+    assert (table.take_settled(), table.take_ends(), len(table)) == ([JOB.key], [], 0)
+
+
+def test_a_job_that_is_given_up_is_reported_at_once_and_settled_with_its_last_part() -> None:
+    table: PartTable[LoadMachine] = PartTable()
+    part = LoadMachine(JOB, P, 0.0, TIMEOUT_S)
+    table.add(JOB.key, [part], gives_up_s=5.0)
+    assert table.give_up(4.9) == []
+    assert table.take_ends() == []
+    assert table.give_up(5.0) == [part]
+    [end] = table.take_ends()
+    assert isinstance(end.error, TimedOut)
+    assert (table.take_settled(), table.give_up(6.0)) == ([], [])
+    assert table.ended(part) == []
+    assert (table.take_ends(), table.take_settled()) == ([], [JOB.key])
+
+
+@pytest.mark.parametrize("error", [None, PeerLost("cut")])
+def test_parts_may_end_well_or_not_after_the_job_was_cancelled_or_given_up(error: PeerLost | None) -> None:
+    for given_up in (False, True):
+        table: PartTable[LoadMachine] = PartTable()
+        parts = [LoadMachine(JOB, P, 0.0, TIMEOUT_S) for _ in range(2)]
+        table.add(JOB.key, parts, gives_up_s=5.0)
+        assert (table.give_up(5.0) if given_up else table.cancel(JOB.key)) == parts
+        for part in parts:
+            part.error = error
+            assert table.take_settled() == []
+            assert table.ended(part) == []
+        assert (len(table.take_ends()), table.take_settled(), len(table)) == (1, [JOB.key], 0)
+
+
+def test_a_job_without_parts_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"parts of .* is empty"):
+        PartTable[LoadMachine]().add(JOB.key, [])
+
+
+KEY = RequestKey("p-1", 1)
+READERS = [Reader(cluster_id, RequestKey("d-1", 1)) for cluster_id in (11, 12, 13)]
+
+
+def _open_lease() -> Leases:
+    leases = Leases(lambda: 0.0)
+    leases.open(KEY, 10.0)
+    return leases
+
+
+def test_a_lease_ends_with_the_last_of_its_readers_each_of_whom_counts_once() -> None:
+    leases = _open_lease()
+    assert leases.release([KEY], READERS[0], 3) == [LeaseState.HELD]
+    assert leases.release([KEY], READERS[0], 3) == [LeaseState.HELD]
+    assert leases.release([KEY], READERS[1], 3) == [LeaseState.HELD]
+    assert leases.take_finished() == []
+    assert leases.renew([KEY]) == [LeaseState.HELD]
+    assert leases.release([KEY], READERS[2], 3) == [LeaseState.HELD]
+    assert leases.take_finished() == [KEY]
+    assert [leases.release([KEY], reader, 3) for reader in READERS] == [[LeaseState.HELD]] * 3
+    assert leases.release([KEY], Reader(14, READERS[0].key), 3) == [LeaseState.RELEASED]
+
+
+@pytest.mark.parametrize("count", [0, -1, 1, 3])
+def test_a_release_that_counts_otherwise_is_an_error_in_the_answer(count: int) -> None:
+    leases = _open_lease()
+    assert leases.release([KEY], READERS[0], 2) == [LeaseState.HELD]
+    assert leases.release([KEY], READERS[1], count) == [LeaseState.MISCOUNTED]
+    assert leases.take_finished() == []
+    assert leases.release([KEY], READERS[1], 2) == [LeaseState.HELD]
+    assert leases.release([KEY], READERS[1], count) == [LeaseState.MISCOUNTED]
+    assert leases.take_finished() == [KEY]
+
+
+def test_the_readers_of_a_lease_are_workers_of_one_request() -> None:
+    leases = _open_lease()
+    assert leases.release([KEY], READERS[0], 2) == [LeaseState.HELD]
+    assert leases.release([KEY], Reader(12, RequestKey("d-2", 1)), 2) == [LeaseState.RELEASED]
+    assert leases.take_finished() == []
+
+
+def test_a_lease_that_is_pinned_is_finished_when_nothing_is_sent_any_more() -> None:
+    leases = _open_lease()
+    assert leases.pin(KEY)
+    leases.pin_under_way(KEY)
+    assert leases.release([KEY], READERS[0]) == [LeaseState.HELD]
+    assert not leases.pin(KEY)
+    leases.unpin(KEY)
+    assert (leases.take_finished(), leases.num_active) == ([], 1)
+    leases.unpin(KEY)
+    leases.unpin(KEY)
+    assert (leases.take_finished(), leases.num_active) == ([KEY], 0)
+
+
+def test_a_send_that_is_under_way_when_its_lease_ends_at_once_pins_it() -> None:
+    leases = Leases(lambda: 0.0, max_ended=1)
+    leases.end_within(0.0)
+    leases.open(KEY, 10.0)
+    leases.open(RequestKey("p-2", 2), 10.0)
+    assert leases.renew([KEY]) == [LeaseState.UNKNOWN]
+    leases.pin_under_way(KEY)
+    assert leases.take_finished() == [RequestKey("p-2", 2)]
+    leases.unpin(KEY)
+    assert leases.take_finished() == [KEY]
 
 
 def test_a_late_answer_about_a_lease_that_is_watched_anew_changes_nothing() -> None:

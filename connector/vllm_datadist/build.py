@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
+from . import trace
 from ._vllm import (
+    VLLM_VERSION,
     KVCacheConfig,
     VllmConfig,
     current_platform,
@@ -22,14 +24,17 @@ from .engine import (
     check_parallel,
     describe_engine,
     engine_facts,
-    group_kind,
+    group_content,
     head_share,
     kv_cache_bytes,
     transfer_config,
     transfer_groups,
     worker_port,
 )
+from .interiors import kernel_interiors
 from .scheduler.side import SchedulerSide
+from .versions import warn_if_untested
+from .worker.exchange import PushLimits
 from .worker.kv_layout import describe_caches
 from .worker.loads import LoadLimits
 from .worker.node import DataDistNode
@@ -43,6 +48,8 @@ def connector_config(vllm_config: VllmConfig) -> ConnectorConfig:
 
 
 def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerSide:
+    warn_if_untested(VLLM_VERSION, logger)
+    start_trace(vllm_config, "scheduler")
     return SchedulerSide(engine_facts(vllm_config, kv_cache_config, connector_config(vllm_config)), logger)
 
 
@@ -71,6 +78,7 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     check_parallel(vllm_config)
     transfer_groups(kv_cache_config)
     place = worker_place(vllm_config)
+    start_trace(vllm_config, f"worker {place.index}")
     port = worker_port(vllm_config, config, place)
     node = DataDistNode(
         listen_host(config),
@@ -83,7 +91,8 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         config.security,
     )
     limits = LoadLimits(config.load_timeout_s, config.link_timeout_s, config.load_threads)
-    return WorkerSide(node, place, limits, logger)
+    pushes = PushLimits(config.push_timeout_s, config.push_threads, layers_come_once(vllm_config))
+    return WorkerSide(node, place, limits, logger, pushes)
 
 
 def register_kv_caches(
@@ -96,9 +105,10 @@ def register_kv_caches(
     check_memory(tensors)
     place = worker_place(vllm_config)
     groups = transfer_groups(kv_cache_config)
-    kinds = [group_kind(kv_cache_config, group.index) for group in groups]
+    kinds = [group_content(kv_cache_config, group.index) for group in groups]
     heads = head_share(vllm_config, place)
-    caches = describe_caches(tensors, groups, kinds, kv_cache_config.num_blocks, heads)
+    interiors = kernel_interiors(vllm_config, tensors)
+    caches = describe_caches(tensors, groups, kinds, kv_cache_config.num_blocks, heads, interiors)
     side.register(tensors, caches, describe_engine(vllm_config, place, [cache.description for cache in caches]))
 
 
@@ -106,6 +116,24 @@ def worker_place(vllm_config: VllmConfig) -> WorkerPlace:
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
     return WorkerPlace(get_pp_group().rank_in_group, get_tp_group().rank_in_group, tp_size, tp_size * pp_size)
+
+
+def start_trace(vllm_config: VllmConfig, part: str) -> None:
+    """If the settings ask for one. Raises TraceError."""
+    directory = connector_config(vllm_config).trace
+    if directory:
+        role = transfer_config(vllm_config).kv_role
+        name = {"kv_producer": "P", "kv_consumer": "D"}.get(str(role), "P and D")
+        trace.start(directory, f"{name} {part}")
+
+
+def layers_come_once(vllm_config: VllmConfig) -> bool:
+    """Whether a forward pass comes to each layer once, so that the layer's hook says that it is computed.
+
+    A drafting model runs several times in a step; micro-batches bring every layer a part of the step's tokens each.
+    """
+    drafts = vllm_config.speculative_config is not None and vllm_config.speculative_config.use_eagle()
+    return not drafts and not getattr(vllm_config.parallel_config, "use_ubatching", False)
 
 
 def listen_host(config: ConnectorConfig) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 #: As in the core's `LLMConfig.integrity`.
 INTEGRITY_KINDS = ("off", "checksum")
+TRANSFER_MODES = ("pull", "push")
 
 
 class ConfigError(ValueError):
@@ -23,31 +24,42 @@ class ConnectorConfig:
         host: address to listen on and to publish in tickets; "" = the address vLLM finds for this host.
         port: 0 = any free port, which tickets then carry. Another value is the port of this engine's first
             worker; the others take the ports behind it.
+        transfer_mode: "pull": D reads P's blocks after the prefill. "push": P writes D's blocks while it prefills. For
+            requests that name neither; both engines need the same.
         transfer_backend: "auto" = the best one that both ends can really use.
         backend_options: per backend, what the core's `global_resource_config` takes, e.g. {"tcp": {"streams": 2}}.
         lease_s: how long P holds blocks that nobody renews; with renewals 20 times as long at most.
         link_timeout_s: longest time for one attempt to link with a peer.
         load_timeout_s: longest time from the start of a load to its end, whatever happens.
+        push_timeout_s: longest time from when D has reserved blocks for a push to its end; P's queue and its prefill
+            fall into it.
         load_threads: how many loads of one worker run at the same time.
+        push_threads: how many pushes of one worker are sent at the same time, as P; each waits for the engine's layers
+            in a thread of its own. More take turns, behind the engine.
         drain_timeout_s: after SIGTERM, how long hand-offs may go on; 0 = as long as vLLM's --shutdown-timeout allows,
             which must be set, less the 3 s it takes to close.
         integrity: "off", or "checksum": a load succeeds only if checksums of its blocks at P and here are the same.
         security: the core's `security`, e.g. {"secret_file": "/run/secrets/datadist"}: who may link, and TLS. The same
             for all engines; never the secret itself. See docs/security.md.
+        trace: directory for trace files, one per process: see `vllm_datadist.trace`. "" = none are written.
         huge_pages: put the KV cache into huge pages of the system (CPU workers; vm.nr_hugepages must have enough).
     """
 
     host: str = ""
     port: int = 0
+    transfer_mode: str = "pull"
     transfer_backend: str = "auto"
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     lease_s: float = 30.0
     link_timeout_s: float = 10.0
     load_timeout_s: float = 60.0
+    push_timeout_s: float = 120.0
     load_threads: int = 4
+    push_threads: int = 16
     drain_timeout_s: float = 0.0
     integrity: str = "off"
     security: Mapping[str, Any] = field(default_factory=dict)
+    trace: str = ""
     huge_pages: bool = False
 
     @classmethod
@@ -111,14 +123,18 @@ def _security(name: str, value: Any) -> Mapping[str, Any]:
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "host": _text,
     "port": lambda name, value: _whole(name, value, 0, 65535),
+    "transfer_mode": lambda name, value: _one_of(name, value, TRANSFER_MODES),
     "transfer_backend": _text,
     "backend_options": _options,
     "lease_s": _seconds,
     "link_timeout_s": _seconds,
     "load_timeout_s": _seconds,
+    "push_timeout_s": _seconds,
     "load_threads": lambda name, value: _whole(name, value, 1, 256),
+    "push_threads": lambda name, value: _whole(name, value, 1, 256),
     "drain_timeout_s": lambda name, value: 0.0 if value in (0, 0.0) else _seconds(name, value),
     "integrity": lambda name, value: _one_of(name, value, INTEGRITY_KINDS),
     "security": _security,
+    "trace": _text,
     "huge_pages": _flag,
 }

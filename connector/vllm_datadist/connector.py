@@ -7,12 +7,14 @@ each worker:       `worker.side.WorkerSide`            holds leases, links, move
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 
+from . import trace
 from ._vllm import (
+    ASKS_FOR_MEM_POOL_CONTEXT,
     KVCacheConfig,
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -22,6 +24,7 @@ from ._vllm import (
     KVConnectorRole,
     KVConnectorStats,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
     VllmConfig,
 )
@@ -33,7 +36,7 @@ from .build import (
     worker_drain_limit_s,
 )
 from .engine import kv_cache_bytes
-from .messages import Endpoint, StepWork
+from .messages import Endpoint, StepWork, WorkerNotes
 from .reports import WorkerReporter
 from .scheduler.side import SchedulerSide
 from .stats import DataDistPromMetrics, DataDistStats
@@ -42,6 +45,7 @@ from .worker.side import WorkerSide
 # vLLM wants what passes between its processes to be of its own (empty) classes.
 KVConnectorMetadata.register(StepWork)
 KVConnectorHandshakeMetadata.register(Endpoint)
+KVConnectorWorkerMetadata.register(WorkerNotes)
 
 
 class DataDistConnector(KVConnectorBase_V1, SupportsHMA):
@@ -51,6 +55,7 @@ class DataDistConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
+        self._until_kv_caches_are_there = ExitStack()
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_side = build_scheduler_side(vllm_config, kv_cache_config)
             self._drain = build_drain_notice(vllm_config)
@@ -58,6 +63,8 @@ class DataDistConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker_side = build_worker_side(vllm_config, kv_cache_config)
             self._reporter = WorkerReporter(self._worker_side)
+            if not ASKS_FOR_MEM_POOL_CONTEXT:  # this worker makes its KV cache next, in this thread
+                self._until_kv_caches_are_there.enter_context(self._kv_cache_placement())
 
     @property
     def _scheduler(self) -> SchedulerSide:
@@ -92,7 +99,8 @@ class DataDistConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.update_state_after_alloc(request, blocks.blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        work = self._scheduler.take_work()
+        work = self._scheduler.take_work(scheduler_output)
+        self._scheduler.ledger.scheduled(scheduler_output)
         work.drain_s = self._drain.take_limit_s()
         return work
 
@@ -114,9 +122,13 @@ class DataDistConnector(KVConnectorBase_V1, SupportsHMA):
     # --- worker -----------------------------------------------------------------------------------------------
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        return self._kv_cache_placement()
+
+    def _kv_cache_placement(self) -> AbstractContextManager[Any]:
         return self._worker.place_kv_cache(kv_cache_bytes(self._kv_cache_config))
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._until_kv_caches_are_there.close()
         register_kv_caches(self._worker, self._vllm_config, self._kv_cache_config, kv_caches)
 
     def get_handshake_metadata(self) -> Any:
@@ -133,11 +145,17 @@ class DataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous to steps: vLLM schedules a request when its load has ended."""
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Before anything of the step touches blocks that requests have lost."""
+        self._worker.retract(kv_connector_metadata)
+
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved: D reads P's KV cache in place."""
+        """Whoever pushes this layer may begin. For a pull nothing is saved: D reads P's KV cache in place."""
+        self._worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Nothing is waited for: pushes go on beside the next steps, and hold their blocks by leases."""
+        self._worker.step_computed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._reporter.transfer_results()
@@ -146,15 +164,19 @@ class DataDistConnector(KVConnectorBase_V1, SupportsHMA):
         results = self._reporter.transfer_results()
         return results.finished_sending, results.finished_recving
 
+    def build_connector_worker_meta(self) -> Any:
+        return self._reporter.take_notes()
+
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._worker_side is not None:
             return self._reporter.take_stats()
-        return DataDistStats.of_scheduler(self._scheduler.take_tally())
+        return DataDistStats(self._scheduler.take_counts().data)
 
     def shutdown(self) -> None:
         if self._worker_side is not None:
             self._worker_side.drain(worker_drain_limit_s(self._vllm_config))
             self._worker_side.close()
+        trace.stop()
 
     # --- both -------------------------------------------------------------------------------------------------
 

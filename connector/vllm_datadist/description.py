@@ -2,8 +2,9 @@
 """How two workers find out, before any block moves, whether they can work together.
 
 On every new link D sends its `Description` and P answers with its own; both compare, and both refuse a mismatch with
-a text that names each differing field and both values. What follows from a worker's own place (number of blocks,
-addresses) is not compared.
+a text that names each differing field and both values. The model and what is computed for a token must be the same.
+How the KV cache is cut and laid out may differ: parallelism, block sizes, layouts, numbers of blocks. There `planner`
+says what fits, layer by layer.
 """
 
 from __future__ import annotations
@@ -15,10 +16,28 @@ import msgspec
 from datadist_core.errors import LLMException
 from datadist_core.types import LLMStatusCode
 
-from .worker.topology import LayerDescription
+from .worker.planner import fit_errors
+from .worker.topology import MAX_BYTES, CacheDescription, LayerDescription, PlanError, check_well_formed
+
+__all__ = [
+    "LAYER_FIELD",
+    "PROTOCOL_VERSION",
+    "STATE_KIND",
+    "CacheDescription",
+    "Description",
+    "Incompatible",
+    "LayerDescription",
+    "check_compatible",
+    "decode",
+    "encode",
+]
 
 #: Raised whenever an old peer could misread a new one. Both ends must agree exactly.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+#: vLLM's name for Mamba-like states, by which their caches' kinds begin.
+STATE_KIND = "mamba"
+#: Fields of `Description.model_config` that begin so are of one layer, and compared where both workers hold it.
+LAYER_FIELD = "layer "
 
 
 class Incompatible(LLMException):
@@ -33,19 +52,13 @@ class Hello(msgspec.Struct, frozen=True):
     version: int
 
 
-class CacheDescription(msgspec.Struct, frozen=True):
-    """One blocks cache: layers of one KV cache group whose blocks have the same size. `model_id` is its key."""
-
-    model_id: int
-    group: int
-    kind: str
-    block_tokens: int
-    window: int | None
-    layers: list[LayerDescription]
-
-
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker of one engine. None = not known here, which fits anything."""
+    """One worker of one engine. None = not known here, which fits anything.
+
+    Attributes:
+        tp_size, pp_size, tp_rank, pp_rank, dp_rank: the worker's place. Engines may differ in all of them.
+        stages: the number of the first layer of each pipeline stage.
+    """
 
     version: int
     model: str
@@ -59,17 +72,21 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int
     tp_rank: int
     pp_rank: int
+    dp_rank: int = 0
+    stages: tuple[int, ...] = (0,)
     model_config: dict[str, str]
     caches: list[CacheDescription]
 
+    @property
+    def spread(self) -> int:
+        """Workers with different ones that need the same heads have them from different holders."""
+        return self.dp_rank * self.tp_size + self.tp_rank
 
-_COMPARED = (
-    "model", "quantization", "dtype", "cache_dtype", "use_mla", "speculative",
-    "tp_size", "pp_size", "tp_rank", "pp_rank",
-)  # fmt: skip
+
+_COMPARED = ("model", "quantization", "dtype", "cache_dtype", "use_mla", "speculative")
 _COMPARED_IF_KNOWN = ("revision",)
-_NOT_COMPARED_OF_LAYERS = frozenset({"num_blocks"})
 _MAX_NAMED = 8
+_MAX_RANKS = 1 << 16
 
 
 def encode(description: Description) -> bytes:
@@ -82,14 +99,36 @@ def decode(body: bytes) -> Description:
         version = msgspec.msgpack.decode(body, type=Hello).version
         if version != PROTOCOL_VERSION:
             raise Incompatible(f"protocol version is {PROTOCOL_VERSION} here and {version} at the peer")
-        return msgspec.msgpack.decode(body, type=Description)
-    except (msgspec.MsgspecError, RecursionError) as error:
+        description = msgspec.msgpack.decode(body, type=Description)
+        _check_sane(description)
+        return description
+    except (msgspec.MsgspecError, RecursionError, PlanError) as error:
         raise Incompatible(f"the peer's description cannot be read: {error}") from error
 
 
+def _check_sane(description: Description) -> None:
+    """Raise PlanError for what no worker can be."""
+    rank, size, dp_rank = description.tp_rank, description.tp_size, description.dp_rank
+    if not 0 <= rank < size <= _MAX_RANKS or not 0 <= dp_rank < _MAX_RANKS:
+        raise PlanError(f"tp_rank={rank} of tp_size={size}, dp_rank={dp_rank} is no place of a worker")
+    for cache in description.caches:
+        check_well_formed(cache)
+        for layer in cache.layers:
+            _check_strides(layer)
+
+
+def _check_strides(layer: LayerDescription) -> None:
+    """Also of what there is only one of: such a stride is no distance of anything, but is calculated with."""
+    strides = [layer.head_stride_bytes]
+    for strip in layer.strips:
+        strides += (strip.stride_bytes, strip.token_stride_bytes)
+    if max(strides) > MAX_BYTES:
+        raise PlanError(f"layer {layer.layer_name}: strides {strides} are more than {MAX_BYTES} bytes")
+
+
 def check_compatible(ours: Description, theirs: Description) -> None:
-    """Raise Incompatible unless every compared field is equal."""
-    found = [*_top_level(ours, theirs), *_model_config(ours, theirs), *_caches(ours, theirs)]
+    """Raise Incompatible unless every compared field is equal, and the layers that both have can be paired."""
+    found = [*_top_level(ours, theirs), *_model_config(ours, theirs), *fit_errors(ours, theirs)]
     if found:
         more = f"; and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
         raise Incompatible("; ".join(found[:_MAX_NAMED]) + more)
@@ -113,28 +152,8 @@ def _top_level(ours: Description, theirs: Description) -> list[str]:
 def _model_config(ours: Description, theirs: Description) -> list[str]:
     found = []
     for name in sorted(set(ours.model_config) | set(theirs.model_config)):
+        is_in_both = name in ours.model_config and name in theirs.model_config
+        if name.startswith(LAYER_FIELD) and not is_in_both:
+            continue  # another pipeline stage's layer
         found += _differs(f"model config {name}", ours.model_config.get(name), theirs.model_config.get(name))
-    return found
-
-
-def _caches(ours: Description, theirs: Description) -> list[str]:
-    found = _differs("number of caches", len(ours.caches), len(theirs.caches))
-    if found:
-        return found
-    for mine, other in zip(ours.caches, theirs.caches, strict=True):
-        for name in ("model_id", "group", "kind", "block_tokens", "window"):
-            found += _differs(f"KV cache group {mine.group}: {name}", getattr(mine, name), getattr(other, name))
-        found += _layers(mine, other)
-    return found
-
-
-def _layers(ours: CacheDescription, theirs: CacheDescription) -> list[str]:
-    where = f"KV cache group {ours.group}"
-    found = _differs(f"{where}: number of layers", len(ours.layers), len(theirs.layers))
-    if found:
-        return found
-    for mine, other in zip(ours.layers, theirs.layers, strict=True):
-        for name in mine.__struct_fields__:
-            if name not in _NOT_COMPARED_OF_LAYERS:
-                found += _differs(f"layer {mine.layer_name}: {name}", getattr(mine, name), getattr(other, name))
     return found

@@ -6,24 +6,33 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ._vllm import (
     KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
     KVTransferConfig,
+    UniformTypeKVCacheSpecs,
     VllmConfig,
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
+    get_pp_indices,
 )
 from .config import ConnectorConfig
-from .description import PROTOCOL_VERSION, CacheDescription, Description
+from .description import LAYER_FIELD, PROTOCOL_VERSION, STATE_KIND, CacheDescription, Description
 from .groups import GroupInfo
 from .scheduler.side import EngineFacts
 from .worker.kv_layout import HeadShare
+from .worker.shares import layer_index
 from .worker.side import WorkerPlace
 
-_SUPPORTED_KINDS = ("full_attention", "mla_attention", "sliding_window")
+_SUPPORTED_KINDS = ("full_attention", "mla_attention", "sliding_window", "chunked_local_attention", STATE_KIND)
+#: Methods that draft from tokens or from the target's output. All others have layers of their own in the KV cache.
+_DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+#: vLLM's models with these choose by `max_model_len` how K comes out.
+_LONG_ROPE, _LLAMA4_LIMIT = "longrope", 32768
 #: Fields of a model's config that may differ between two copies of one model, or that are compared elsewhere.
 _VOLATILE = frozenset(
     {"transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "quantization_config"}
@@ -38,6 +47,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config
     """Raises UnsupportedModel."""
     transfer, parallel = transfer_config(vllm_config), vllm_config.parallel_config
     check_parallel(vllm_config)
+    check_caches(vllm_config, kv_cache_config)
     return EngineFacts(
         engine_id=f"{transfer.engine_id}-{secrets.token_hex(4)}",
         is_producer=transfer.is_kv_producer,
@@ -46,6 +56,8 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         lease_s=config.lease_s,
+        transfer_mode=config.transfer_mode,
+        no_push=why_no_push(vllm_config),
     )
 
 
@@ -62,6 +74,18 @@ def check_parallel(vllm_config: VllmConfig) -> None:
             raise UnsupportedModel(f"{name}={size}: the connector does not support context parallelism")
 
 
+def why_no_push(vllm_config: VllmConfig) -> str:
+    """Why this engine cannot push as a P; "" if it can."""
+    spec, num_stages = vllm_config.speculative_config, vllm_config.parallel_config.pipeline_parallel_size
+    if spec is None or num_stages == 1:
+        return ""
+    return (
+        f"speculative decoding ({spec.method}) with pipeline_parallel_size={num_stages}: vLLM tells only the last "
+        "stage's workers when a step is computed, so the others could not push; use transfer_mode pull, or start P "
+        "without one of the two"
+    )
+
+
 def transfer_groups(kv_cache_config: KVCacheConfig) -> tuple[GroupInfo, ...]:
     """The KV cache groups to hand off. Raises UnsupportedModel for a kind of attention that cannot be."""
     groups = []
@@ -73,14 +97,56 @@ def transfer_groups(kv_cache_config: KVCacheConfig) -> tuple[GroupInfo, ...]:
                 f"KV cache group {index} ({group.layer_names[0]}, ...) is {kind}; supported are: "
                 + ", ".join(_SUPPORTED_KINDS)
             )
-        window = get_kv_cache_spec_sliding_window(group.kv_cache_spec)
-        names = tuple(sorted(group.layer_names))
-        groups.append(GroupInfo(index, group.kv_cache_spec.block_size, window, names))
+        groups.append(_group_info(index, group, kind))
     return tuple(groups)
+
+
+def _group_info(index: int, group: KVCacheGroupSpec, kind: str) -> GroupInfo:
+    spec = group.kv_cache_spec
+    return GroupInfo(
+        index,
+        spec.block_size,
+        get_kv_cache_spec_sliding_window(spec),
+        tuple(sorted(group.layer_names)),
+        chunk=getattr(spec, "attention_chunk_size", None) if kind == "chunked_local_attention" else None,
+        is_state=kind == STATE_KIND,
+    )
+
+
+def check_caches(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise UnsupportedModel for settings under which a block does not hold all that a hand-off needs."""
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec)]
+    if getattr(vllm_config.cache_config, "use_replayssm", False):
+        raise UnsupportedModel(
+            "use_replayssm=True: a Mamba state is then not complete without inputs that lie elsewhere; start without "
+            "--use-replayssm"
+        )
+    if any(getattr(spec, "num_speculative_blocks", 0) for spec in specs):
+        raise UnsupportedModel(
+            "speculative decoding of a model with Mamba-like state: after accepted drafts the state lies in a block "
+            "that only the worker knows; start without --speculative-config"
+        )
 
 
 def group_kind(kv_cache_config: KVCacheConfig, index: int) -> str:
     return get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[index].kv_cache_spec).value
+
+
+def group_content(kv_cache_config: KVCacheConfig, index: int) -> str:
+    """The kind of group, with everything that says what the bytes of its blocks mean; the same at P and D."""
+    kind = group_kind(kv_cache_config, index)
+    if kind != STATE_KIND:
+        return kind
+    states = {
+        f"{spec.mamba_type.name.lower()} {list(map(list, spec.shapes))} {[str(dtype) for dtype in spec.dtypes]}"
+        for spec in layer_specs(kv_cache_config.kv_cache_groups[index].kv_cache_spec)
+    }
+    return f"{kind}: {'; '.join(sorted(states))}; conv state {os.environ.get('VLLM_SSM_CONV_STATE_LAYOUT', 'SD')}"
+
+
+def layer_specs(spec: KVCacheSpec) -> Collection[KVCacheSpec]:
+    """One per kind of layer in a group."""
+    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
 
 
 def kv_cache_bytes(kv_cache_config: KVCacheConfig) -> int:
@@ -92,15 +158,38 @@ def kv_cache_bytes(kv_cache_config: KVCacheConfig) -> int:
 def head_share(vllm_config: VllmConfig, place: WorkerPlace) -> HeadShare:
     model = vllm_config.model_config
     total = 1 if model.use_mla else model.get_total_num_kv_heads()
-    return HeadShare(place.tp_rank, place.tp_size, total)
+    return HeadShare(place.tp_rank, place.tp_size, total, {} if model.use_mla else _heads_by_layer(vllm_config))
+
+
+def _heads_by_layer(vllm_config: VllmConfig) -> dict[str, int]:
+    """KV heads in the whole model of each layer, for models whose layers differ in that."""
+    arch = getattr(vllm_config.model_config, "model_arch_config", None)
+    if getattr(arch, "per_layer_overrides", None) is None:
+        return {}
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    names = {name: layer_index(name) for name in vllm_config.compilation_config.static_forward_context}
+    return {name: arch[index].total_num_kv_heads for name, index in names.items() if index < num_layers}
+
+
+def stage_starts(vllm_config: VllmConfig) -> list[int]:
+    """The number of the first layer of each pipeline stage."""
+    size = vllm_config.parallel_config.pipeline_parallel_size
+    if size == 1:
+        return [0]
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    return [get_pp_indices(num_layers, rank, size)[0] for rank in range(size)]
 
 
 def worker_port(vllm_config: VllmConfig, config: ConnectorConfig, place: WorkerPlace) -> int:
     """0, or the configured port and those behind it for the engine's other workers."""
     if config.port == 0:
         return 0
-    dp_index = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
-    return config.port + dp_index * place.world_size + place.index
+    return config.port + _dp_rank(vllm_config) * place.world_size + place.index
+
+
+def _dp_rank(vllm_config: VllmConfig) -> int:
+    """Each data parallel rank is an engine of its own."""
+    return int(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
 
 
 def describe_engine(vllm_config: VllmConfig, place: WorkerPlace, caches: Sequence[CacheDescription]) -> Description:
@@ -119,17 +208,69 @@ def describe_engine(vllm_config: VllmConfig, place: WorkerPlace, caches: Sequenc
         pp_size=place.world_size // place.tp_size,
         tp_rank=place.tp_rank,
         pp_rank=place.pp_rank,
-        model_config=_flat(model.hf_text_config.to_dict()),
+        dp_rank=_dp_rank(vllm_config),
+        stages=tuple(stage_starts(vllm_config)),
+        model_config=_flat(model.hf_text_config.to_dict()) | _by_context(model) | _kv_scales(vllm_config, caches),
         caches=list(caches),
     )
 
 
 def _speculative(vllm_config: VllmConfig) -> str:
-    """Drafting that puts layers of its own into the KV cache or changes what is computed for a token."""
+    """Drafting that puts layers of its own into the KV cache: both ends must have it, or a prompt's blocks of these
+    layers would come from nowhere."""
     spec = vllm_config.speculative_config
-    if spec is None or not spec.use_eagle():
+    if spec is None or spec.method in _DRAFTS_WITHOUT_KV:
         return "none"
     return f"{spec.method}:{os.path.basename(str(spec.model))}"
+
+
+def _kv_scales(vllm_config: VllmConfig, caches: Sequence[CacheDescription]) -> dict[str, str]:
+    """What K and V of each layer of a quantized cache are multiplied with. It is not in the blocks."""
+    if not str(vllm_config.cache_config.cache_dtype).startswith("fp8"):
+        return {}
+    layers = vllm_config.compilation_config.static_forward_context
+    names = [layer.layer_name for cache in caches for layer in cache.layers]
+    scales = {name: [_scale(layers.get(name), f"_{kind}_scale_float") for kind in "kv"] for name in names}
+    return {LAYER_FIELD + f"{name}: K and V scales": json.dumps(both) for name, both in scales.items()}
+
+
+def _scale(layer: Any, name: str) -> float | None:
+    value = getattr(layer, name, None)
+    return None if value is None else float(value)
+
+
+def _by_context(model: Any) -> dict[str, str]:
+    """What the longest context that a model is built for changes in its KV cache, from the first token on.
+
+    Not that length itself: for most models P and D may choose it freely.
+    """
+    config, length = model.hf_text_config, _built_for_tokens(model)
+    limits = {f"{_LONG_ROPE}: max_model_len > {limit}": limit for limit in _long_rope_limits(config)}
+    if str(getattr(config, "model_type", "")).startswith("llama4"):
+        limits[f"attn_temperature_tuning: max_model_len > {_LLAMA4_LIMIT}"] = _LLAMA4_LIMIT
+    return {name: json.dumps(length > limit) for name, limit in limits.items()}
+
+
+def _built_for_tokens(model: Any) -> int:
+    """vLLM may have made `max_model_len` fit its memory (-1), but only after the model was built."""
+    if getattr(model, "original_max_model_len", None) == -1:
+        return int(model.get_and_verify_max_len(-1))
+    return int(model.max_model_len)
+
+
+def _long_rope_limits(config: Any) -> set[int]:
+    """In models with such layers: from which length on vLLM takes the long factors for every token."""
+    found: list[Any] = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
+    limits: set[Any] = set()
+    while found:
+        rope = found.pop()
+        if not isinstance(rope, Mapping):
+            continue
+        found += rope.values()  # one per type of layer
+        if _LONG_ROPE in (rope.get("rope_type"), rope.get("type")):
+            limits.add(rope.get("original_max_position_embeddings"))
+            limits.add(getattr(config, "original_max_position_embeddings", None))
+    return {int(limit) for limit in limits if limit}
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,93 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users can see in vLLM's log and /metrics. Statistics never raise: a value that is missing is not counted.
-
-Tokens and failed loads are counted by the scheduler side, which sees each request once; leases by the first worker;
-bytes and seconds by every worker.
-"""
+"""`counts` as vLLM wants it: connector statistics, a line in its log, and metrics for Prometheus."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ._vllm import KVConnectorPromMetrics, KVConnectorStats
-from .scheduler.tallies import TokenTally
-from .worker.pulls import Moved
+from .counts import MAX_BACKENDS, METRICS, OTHER, Counts, Kind, Labels, Metric, all_values, label_name
 
-_COUNTERS = {
-    "remote_tokens": "Prompt tokens of hand-off requests whose KV cache came from the prefill engine.",
-    "local_tokens": "Prompt tokens of hand-off requests that this engine had cached or computed itself.",
-    "failed_loads": "Hand-offs whose KV cache could not be loaded.",
-    "leases_expired": "Hand-offs that nobody fetched in time; their blocks were freed.",
-}
-_SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-
-
-def _empty() -> dict[str, Any]:
-    return {**dict.fromkeys(_COUNTERS, 0), "transfer_bytes": {}, "transfer_seconds": [], "active_leases": None}
+_SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+#: In the line that vLLM logs every ten seconds.
+_SHOWN = ("remote_tokens", "cached_tokens", "recomputed_tokens", "failed_loads", "leases_expired")
 
 
 class DataDistStats(KVConnectorStats):
     """One interval's counts. `data` is plain and travels between processes."""
 
-    def __init__(self, data: dict[str, Any] | None = None) -> None:
-        super().__init__(data={**_empty(), **(data or {})})
-
-    @classmethod
-    def of_scheduler(cls, tally: TokenTally) -> DataDistStats:
-        return cls(
-            {
-                "remote_tokens": tally.num_remote_tokens,
-                "local_tokens": tally.num_local_tokens,
-                "failed_loads": tally.num_failed_loads,
-            }
-        )
-
-    def add_moved(self, moved: Sequence[Moved]) -> None:
-        """One load's transfers of one worker."""
-        by_backend = self.data["transfer_bytes"]
-        for part in moved:
-            by_backend[part.backend] = by_backend.get(part.backend, 0) + part.num_bytes
-        if moved:
-            self.data["transfer_seconds"].append(sum(part.seconds for part in moved))
-
-    def add_leases(self, num_expired: int, num_active: int | None) -> None:
-        """`num_active`: None if it has not changed."""
-        self.data["leases_expired"] += num_expired
-        if num_active is not None:
-            self.data["active_leases"] = num_active
+    def __init__(self, data: object = None) -> None:
+        self._counts = Counts(data)
+        super().__init__(data=self._counts.data)
 
     def reset(self) -> None:
-        self.data = _empty()
+        self._counts = Counts()
+        self.data = self._counts.data
 
     def is_empty(self) -> bool:
-        return self.data == _empty()
+        return self._counts.is_empty()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        theirs = other.data
-        for name in _COUNTERS:
-            self.data[name] += theirs.get(name, 0)
-        for backend, count in theirs.get("transfer_bytes", {}).items():
-            self.data["transfer_bytes"][backend] = self.data["transfer_bytes"].get(backend, 0) + count
-        self.data["transfer_seconds"].extend(theirs.get("transfer_seconds", ()))
-        if theirs.get("active_leases") is not None:
-            self.data["active_leases"] = theirs["active_leases"]
+        self._counts.add(getattr(other, "data", None))
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        seconds = self.data["transfer_seconds"]
-        num_bytes = sum(self.data["transfer_bytes"].values())
-        shown: dict[str, int | float] = {name.replace("_", " "): self.data[name] for name in _COUNTERS}
+        counts = self._counts
+        shown: dict[str, int | float] = {name.replace("_", " "): counts.total(name) for name in _SHOWN}
+        num_bytes = counts.total("transfer_bytes")
+        seconds = [one for name, _, times in counts.of(Kind.HISTOGRAM) if name == "transfer_seconds" for one in times]
         shown["transfers"] = len(seconds)
         shown["MiB moved"] = round(num_bytes / 2**20, 3)
-        if seconds and sum(seconds) > 0:
+        if sum(seconds) > 0:
             shown["mean transfer (ms)"] = round(1000 * sum(seconds) / len(seconds), 3)
             shown["MiB/s"] = round(num_bytes / 2**20 / sum(seconds), 1)
         return shown
 
 
 class DataDistPromMetrics(KVConnectorPromMetrics):
-    """The same as Prometheus metrics, one child per engine."""
+    """The same as Prometheus metrics, one child per engine and labels. Whatever it is given, it does not raise."""
 
     def __init__(
         self,
@@ -97,46 +56,63 @@ class DataDistPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        # Prometheus' own classes or look-alikes of them (Ray); vLLM types all three as the union of the three.
-        make_histogram: Any = self._histogram_cls
-        make_gauge: Any = self._gauge_cls
-        self._counters = {name: self._counter(name, text, labelnames) for name, text in _COUNTERS.items()}
-        self._bytes = self._counter(
-            "transfer_bytes", "Bytes of KV cache moved, by transfer backend.", [*labelnames, "backend"]
-        )
-        self._seconds = make_histogram(
-            name="vllm:datadist_transfer_seconds",
-            documentation="Seconds that the transfers of one load took.",
-            buckets=list(_SECONDS_BUCKETS),
-            labelnames=labelnames,
-        )
-        self._active_leases = make_gauge(
-            name="vllm:datadist_active_leases",
-            documentation="Requests whose blocks are held for a decode engine.",
-            labelnames=labelnames,
-        )
+        self._metrics = {metric.name: self._make(metric, labelnames) for metric in METRICS.values()}
+        self._backends: set[str] = set()
         self._start_at_zero()
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        labels = self.per_engine_labelvalues.get(engine_idx)
-        if labels is None:
+    def observe(self, transfer_stats_data: Any, engine_idx: int = 0) -> None:
+        engine = self.per_engine_labelvalues.get(engine_idx)
+        if engine is None:
             return
-        for name, counter in self._counters.items():
-            counter.labels(*labels).inc(transfer_stats_data.get(name) or 0)
-        for backend, count in (transfer_stats_data.get("transfer_bytes") or {}).items():
-            self._bytes.labels(*labels, backend).inc(count)
-        for seconds in transfer_stats_data.get("transfer_seconds") or ():
-            self._seconds.labels(*labels).observe(seconds)
-        active = transfer_stats_data.get("active_leases")
-        if active is not None:
-            self._active_leases.labels(*labels).set(active)
+        counts = Counts(transfer_stats_data)
+        for kind, observe in _OBSERVE.items():
+            for name, labels, value in counts.of(kind):
+                observe(self._metrics[name].labels(*engine, *self._bounded(METRICS[name], labels)), value)
 
-    def _counter(self, name: str, text: str, labelnames: list[str]) -> Any:
-        make_counter: Any = self._counter_cls
-        return make_counter(name=f"vllm:datadist_{name}", documentation=text, labelnames=labelnames)
+    def _make(self, metric: Metric, labelnames: list[str]) -> Any:
+        # Prometheus' own classes or look-alikes of them (Ray); vLLM types all three as the union of the three.
+        make: Any = {
+            Kind.COUNTER: self._counter_cls,
+            Kind.HISTOGRAM: self._histogram_cls,
+            Kind.GAUGE: self._gauge_cls,
+        }[metric.kind]
+        return make(
+            name=f"vllm:datadist_{metric.name}",
+            documentation=metric.text,
+            labelnames=[*labelnames, *map(label_name, metric.labels)],
+            **_MAKE_WITH.get(metric.kind, {}),
+        )
+
+    def _bounded(self, metric: Metric, labels: Labels) -> Labels:
+        """No more backends than MAX_BACKENDS over all the time either."""
+        if not metric.labels or metric.labels[0] != "backend":
+            return labels
+        if len(self._backends) < MAX_BACKENDS:
+            self._backends.add(labels[0])
+        return labels if labels[0] in self._backends else (OTHER, *labels[1:])
 
     def _start_at_zero(self) -> None:
-        """Make every series visible before its first event."""
-        for labels in self.per_engine_labelvalues.values():
-            for metric in (*self._counters.values(), self._seconds, self._active_leases):
-                metric.labels(*labels)
+        """Make every series visible before its first event, but for those of ranks and backends."""
+        for engine in self.per_engine_labelvalues.values():
+            for metric in METRICS.values():
+                for labels in all_values(metric):
+                    self._metrics[metric.name].labels(*engine, *labels)
+
+
+#: Several API servers: the value is that of the one that heard last.
+_MAKE_WITH: Mapping[Kind, Mapping[str, Any]] = {
+    Kind.HISTOGRAM: {"buckets": list(_SECONDS_BUCKETS)},
+    Kind.GAUGE: {"multiprocess_mode": "mostrecent"},
+}
+
+
+def _observe_all(child: Any, times: list[float]) -> None:
+    for seconds in times:
+        child.observe(seconds)
+
+
+_OBSERVE: Mapping[Kind, Any] = {
+    Kind.COUNTER: lambda child, value: child.inc(value),
+    Kind.HISTOGRAM: _observe_all,
+    Kind.GAUGE: lambda child, value: child.set(value),
+}

@@ -25,6 +25,8 @@
 #define LINE_BYTES 64
 #define PREFETCH_LINES 4
 #define PREFETCH_AHEAD 2
+#define SHORT_BYTES 512
+#define PREFETCH_AHEAD_OF_SHORT 12
 
 static inline char *to_pointer(int64_t address) { return (char *)(uintptr_t)address; }
 
@@ -95,6 +97,9 @@ static stream_lines stream_variant(int number) {
     }
 }
 
+// Whether a range fills whole lines, so that streaming it wastes nothing however small it is.
+static inline int is_whole_lines(const char *dst, size_t size) { return (((uintptr_t)dst | size) % LINE_BYTES) == 0; }
+
 static void stream_range(char *dst, const char *src, size_t size, stream_lines stream) {
     size_t head = (size_t)(-(uintptr_t)dst) % LINE_BYTES; // smaller than any range that comes here
     memcpy(dst, src, head);
@@ -102,15 +107,26 @@ static void stream_range(char *dst, const char *src, size_t size, stream_lines s
     memcpy(dst + done, src + done, size - done);
 }
 
+// The beginning of a range that comes soon: the shorter ranges are, the more of them are under way.
+static inline void prefetch_later(const copy_list *list, int64_t i) {
+    int64_t later = i + (list->num_bytes[i] < SHORT_BYTES ? PREFETCH_AHEAD_OF_SHORT : PREFETCH_AHEAD);
+    if (later >= list->n)
+        return;
+    const char *src = to_pointer(list->src[later]);
+    int64_t size = list->num_bytes[later];
+    for (int64_t at = 0; at < PREFETCH_LINES * LINE_BYTES && at < size; at += LINE_BYTES)
+        _mm_prefetch(src + at, _MM_HINT_T0);
+}
+
 static void copy_streaming(const copy_list *list, stream_lines stream) {
     for (int64_t i = 0; i < list->n; i++) {
-        if (i + PREFETCH_AHEAD < list->n)
-            for (int line = 0; line < PREFETCH_LINES; line++)
-                _mm_prefetch(to_pointer(list->src[i + PREFETCH_AHEAD]) + line * LINE_BYTES, _MM_HINT_T0);
+        prefetch_later(list, i);
         char *dst = to_pointer(list->dst[i]);
         const char *src = to_pointer(list->src[i]);
         size_t size = (size_t)list->num_bytes[i];
-        if (size < STREAM_MIN_RANGE_BYTES)
+        if (is_whole_lines(dst, size))
+            stream(dst, src, size);
+        else if (size < STREAM_MIN_RANGE_BYTES)
             memcpy(dst, src, size);
         else
             stream_range(dst, src, size, stream);

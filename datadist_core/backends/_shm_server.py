@@ -118,9 +118,10 @@ class RegionServer:
                     _send_no_more(guest.socket)
 
     def awaits_end_of(self, peer_id: int) -> bool:
-        """Whether a peer that was expelled has not closed its end yet."""
+        """Whether a peer that was let in, and perhaps expelled since, has not closed its end yet."""
         with self._lock:
-            return any(guest.expelled is not None and guest.expelled.peer_id == peer_id for guest in self._guests)
+            known = (guest.admission or guest.expelled for guest in self._guests)
+            return any(admission is not None and admission.peer_id == peer_id for admission in known)
 
     def close(self) -> None:
         """Idempotent. The thread is gone afterwards, unless it is the caller."""

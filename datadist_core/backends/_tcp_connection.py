@@ -26,6 +26,7 @@ from typing import Protocol
 from ..errors import LLMException, PeerLost, ProtocolError
 from ._tcp_frames import HEADER_BYTES, Header, Kind, decode_header, encode_header
 from ._tcp_loop import READABLE, WRITABLE, IoLoop
+from ._tcp_rate import RateLimit
 from ._tcp_tls import TlsStream, Wire
 
 _ALL, _MORE_FOLLOWS = int(socket.MSG_NOSIGNAL), int(socket.MSG_NOSIGNAL | socket.MSG_MORE)
@@ -79,6 +80,8 @@ class Connection:
     """
 
     owner: Owner
+    limit: RateLimit | None = None
+    """Of the data that is sent."""
 
     def __init__(self, loop: IoLoop, sock: Wire) -> None:
         self._loop, self._sock = loop, sock
@@ -95,6 +98,7 @@ class Connection:
         self._source: Source | None = None
         self._chunk_left = 0
         self._pumping = False
+        self._in_line = False
         self._paused = False
         self._expect_header()
         loop.watch(sock.fileno(), self._events, self._on_events)
@@ -219,10 +223,21 @@ class Connection:
             return True
         if not self._sources:
             return False
+        chunk = min(self._sources[0].remaining, CHUNK_BYTES)
+        if self.limit is not None:
+            chunk = 0 if self._in_line else self.limit.take(chunk, self._go_on)
+            self._in_line = not chunk
+            if not chunk:
+                return False
         source = self._source = self._sources.popleft()
-        self._chunk_left = min(source.remaining, CHUNK_BYTES)
+        self._chunk_left = chunk
         self._head = memoryview(encode_header(source.kind, source.request_id, self._chunk_left))
         return True
+
+    def _go_on(self) -> None:
+        """More data may be sent."""
+        self._in_line = False
+        self._pump_guarded()
 
     def _send_head(self) -> tuple[int, int]:
         wanted = len(self._head)

@@ -43,7 +43,7 @@ import numpy as np
 
 from ..errors import CacheNotExist, LLMException, ParamInvalid, ProtocolError, RemoteError
 from ..memory.grid import Grid
-from ..transfer.plan import Batch, Items, Op
+from ..transfer.plan import Batch, Items, Op, merge_parts
 from ..types import LLMStatusCode
 
 MAGIC = b"DT"
@@ -246,9 +246,9 @@ def decode_end(body: bytes | bytearray) -> LLMException | None:
 
 def encode_request(batch: Batch) -> bytes:
     """The body of READ or WRITE for a checked batch. Raises ParamInvalid if it exceeds what a request can hold."""
-    num_items, num_slices = len(batch.remote_items), len(batch.slices)
-    _check_limits(len(batch.pairs), num_items, num_slices, ParamInvalid)
-    slices = [number for s in batch.slices for number in (s.remote_offset, s.num_bytes)]
+    parts = merge_parts([(s.remote_offset, s.num_bytes) for s in batch.slices])
+    _check_limits(len(batch.pairs), len(batch.remote_items), len(parts), ParamInvalid)
+    slices = [number for part in parts for number in part]
     wide = int(batch.remote_items.max()) > 0xFFFFFFFF
     items = batch.remote_items.astype(_WIDE if wide else _NARROW)
     grids = [number for pair in batch.pairs for number in (pair.remote.grid_id, *pair.remote.division)]

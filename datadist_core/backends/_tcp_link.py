@@ -72,6 +72,8 @@ class Link:
         self.peer_id = peer_id
         self.attached: set[int] = set()
         self.lost: LLMException | None = None
+        #: All connections are closed.
+        self.ended = False
         self._on_lost = on_lost
         budget = Budget()
         self._streams = [_Stream(self, connection, loop, context, budget) for connection in connections]
@@ -124,3 +126,4 @@ class Link:
         self.lost = error
         for stream in self._streams:
             stream.end(error)
+        self.ended = True

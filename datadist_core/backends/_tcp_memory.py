@@ -25,7 +25,7 @@ from .._copy import native_library, scatter_copy
 from ..errors import LLMException
 from ..memory.grid import Grid
 from ..memory.region import Region
-from ..transfer.plan import Batch, Items, expand_side
+from ..transfer.plan import Batch, Items, expand_side, merge_parts
 from ._tcp_frames import Wanted
 from ._tcp_tls import TAKE_BYTES, TlsStream, Wire
 
@@ -61,7 +61,8 @@ class Layout:
     def of_batch(cls, batch: Batch, regions: Sequence[Region]) -> Layout:
         """The local side of `batch`. `regions` are those of its pairs."""
         grids = tuple(GridMemory(p.local, r.address) for p, r in zip(batch.pairs, regions, strict=True))
-        return cls(grids, batch.local_items, tuple((s.local_offset, s.num_bytes) for s in batch.slices))
+        parts = merge_parts([(s.local_offset, s.num_bytes) for s in batch.slices])
+        return cls(grids, batch.local_items, tuple(parts))
 
     @classmethod
     def of_request(cls, wanted: Wanted, grids: tuple[GridMemory, ...]) -> Layout:
@@ -149,8 +150,9 @@ class MemoryStream:
         alike = list(itertools.takewhile(lambda memory: _Shape.of(memory.grid) == self._shape, candidates))
         self._next_grid += len(alike)
         starts = np.array([memory.base_address + memory.grid.offset_bytes for memory in alike], dtype=np.int64)
-        addresses = (starts[:, None] + self._relative[None, :]).ravel()
-        self._cursor = make_cursor(addresses, np.tile(self._sizes, len(alike)), self._encrypted)
+        addresses = np.add.outer(starts, self._relative).ravel()
+        sizes = self._sizes if len(alike) == 1 else np.tile(self._sizes, len(alike))
+        self._cursor = make_cursor(addresses, sizes, self._encrypted)
 
     def _work_out_ranges(self, grid: Grid) -> None:
         """The ranges relative to the grid's first item. The grids of a model's layers are alike: once will do."""

@@ -24,6 +24,7 @@ _INTEGERS = {
     "streams": (1, MAX_STREAMS),
     "sndbuf": (4096, 1 << 30),
     "rcvbuf": (4096, 1 << 30),
+    "max_bytes_per_s": (0, 1 << 40),
 }
 
 
@@ -39,6 +40,9 @@ class TcpOptions:
     congestion: the congestion control for what this end sends, one of net.ipv4.tcp_available_congestion_control. None:
         the system's; but "reno" to a peer on this host, where there is nothing to be congested and an algorithm that
         spaces packets out, such as bbr, only costs time.
+    max_bytes_per_s: how much data this end sends in a second at most, over all links, as the source of pushes and of
+        peers' pulls, so that other traffic has its share of the network; 0 for no limit. Headers are not counted. What
+        it receives is limited where it is sent.
     """
 
     port: int = 0
@@ -47,6 +51,7 @@ class TcpOptions:
     sndbuf: int | None = None
     rcvbuf: int | None = None
     congestion: str | None = None
+    max_bytes_per_s: int = 0
 
 
 def parse_options(options: Mapping[str, Any]) -> TcpOptions:

@@ -27,6 +27,7 @@ from ._tcp_memory import Layout
 from ._tcp_options import parse_options
 from ._tcp_parts import Ending, Joined, split
 from ._tcp_proof import LinkKey
+from ._tcp_rate import RateLimit
 from ._tcp_requests import CANCEL_GRACE_S, Request
 from ._tcp_tls import Tls, check_both_or_none
 from ._tcp_workers import Workers
@@ -51,6 +52,8 @@ class Runtime:
         self._endpoints: list[Endpoint] = []
         self.identity = self._describe()
         self._loop = self._make_loop()
+        rate = self._options.max_bytes_per_s
+        self._limit = RateLimit(rate, self._loop.wake_at) if rate else None
         self._loop.start()
         if context.listen_host is not None:
             self._listen_or_close(context.listen_host)
@@ -93,6 +96,11 @@ class Runtime:
             self._loop.call(lambda: self._remove_link(peer_id, PeerLost(f"the link to peer {peer_id} was taken down")))
         except ClosedError:
             return  # closing ends it as well
+
+    def is_fenced(self, peer_id: int) -> bool:
+        """Whether nothing is received for that peer any more, neither what it sends nor what we asked for."""
+        link = self.links.get(peer_id)
+        return link is None or link.ended
 
     def link(self, peer_id: int) -> Link:
         """The link to a peer. Raises NotYetLinked, or PeerLost with the reason."""
@@ -217,12 +225,15 @@ class Runtime:
 
     def _install(self, peer_id: int, connections: list[Connection]) -> None:
         self._remove_link(peer_id, PeerLost(f"peer {peer_id} was connected anew"))
+        for connection in connections:
+            connection.limit = self._limit
         self.links[peer_id] = Link(peer_id, connections, self._loop, self._context, self._on_lost)
 
     def _remove_link(self, peer_id: int, error: LLMException) -> None:
-        link = self.links.pop(peer_id, None)
+        link = self.links.get(peer_id)
         if link is not None:
             link.end(error)
+            del self.links[peer_id]  # not before: see `is_fenced`
 
     def _on_lost(self, link: Link, error: LLMException) -> None:
         """Told by a thread of its own: the owner may hold a lock, waiting for us to disconnect something."""
@@ -232,6 +243,8 @@ class Runtime:
         moments = [link.sweep() for link in list(self.links.values())]
         if self._acceptor is not None:
             moments.append(self._acceptor.sweep())
+        if self._limit is not None:
+            moments.append(self._limit.sweep())
         return min(moments, default=math.inf)
 
     def _teardown(self) -> None:

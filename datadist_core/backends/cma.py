@@ -130,6 +130,7 @@ class CmaBackend(Backend):
             standing, self._standing = self._standing, None
             links = list(self._links.values())
             self._links.clear()
+            self._leaving.update({up.link.peer_id: up.link.peer for up in links})
         if standing is not None:
             standing.closing.set()
             standing.door.close()
@@ -156,6 +157,8 @@ class CmaBackend(Backend):
     def disconnect(self, peer_id: int) -> None:
         with self._lock:
             up = self._links.pop(peer_id, None)
+            if up is not None:
+                self._leaving[peer_id] = up.link.peer
         if up is not None:
             self._end(up, PeerLost(f"the link to peer {peer_id} was taken down"))
 
@@ -203,10 +206,12 @@ class CmaBackend(Backend):
         self._batches.cancel(batch_id)
 
     def _end(self, up: _UpLink, error: LLMException) -> None:
-        """End the copies, then take the proof away: the peer takes it that its memory is touched no more."""
+        """End the copies, then take the proof away: the peer takes it that its memory is touched no more.
+
+        The link is in `_leaving` since it left `_links`.
+        """
         peer_id = up.link.peer_id
         with self._lock:
-            self._leaving[peer_id] = up.link.peer
             leaving = [one for one in self._leaving if one != peer_id]
         if self._batches.end(error, peer_id):
             up.introduction.withdraw()

@@ -3,8 +3,9 @@
 
 Read the modules in this order: `_tcp_frames` (the protocol), `_tcp_proof` (who may open a connection), `_tcp_memory`
 (memory as a stream of bytes), `_tcp_tls` (a socket that encrypts), `_tcp_loop` (who may touch a socket),
-`_tcp_connection` (frames on a socket), `_tcp_requests` and `_tcp_serve` (the two halves of a connection), `_tcp_link`,
-then `_tcp_address`, `_tcp_accept` and `_tcp_dial` (how a link comes about). `_tcp_runtime` holds all of it.
+`_tcp_rate` (a limit on what is sent), `_tcp_connection` (frames on a socket), `_tcp_requests` and `_tcp_serve` (the two
+halves of a connection), `_tcp_link`, then `_tcp_address`, `_tcp_accept` and `_tcp_dial` (how a link comes about).
+`_tcp_runtime` holds all of it.
 
 Threads: whoever wants something done with a connection becomes the owner of all of them for a moment (`_tcp_loop`):
 an io thread when something has come, the caller of a public method otherwise. The thread that submits a small batch
@@ -28,7 +29,7 @@ class TcpBackend(Backend):
     """Moves bytes over TCP, straight from and into registered memory.
 
     Options (`BackendContext.options`, from `global_resource_config["tcp"]`): port, streams, advertise_host, sndbuf,
-    rcvbuf, congestion; see `_tcp_options.TcpOptions`.
+    rcvbuf, congestion, max_bytes_per_s; see `_tcp_options.TcpOptions`.
     """
 
     name = "tcp"
@@ -71,6 +72,10 @@ class TcpBackend(Backend):
         running = self._running
         if running is not None:
             running.disconnect(peer_id)
+
+    def is_fenced(self, peer_id: int) -> bool:
+        running = self._running
+        return running is None or running.is_fenced(peer_id)
 
     def register(self, region: Region) -> bytes | None:
         self._opened()

@@ -69,8 +69,8 @@ class TransferConfig:
 
     Args:
         dst_cluster_id: a linked cluster (uint64).
-        dst_addrs: addresses in its memory (uint64), two per sent layer: those of the layer's two tensors. Kept as a
-            copy, as a list.
+        dst_addrs: addresses in its memory (uint64), one per tensor of the sent layers: two per layer, unless
+            `tensor_num_per_layer` says otherwise. Kept as a copy, as a list.
         src_layer_range: the layers to send, with step 1; None for all.
         src_batch_index: batch entry to send, where the source is contiguous.
 

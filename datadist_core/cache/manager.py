@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from types import NoneType
 
 from ..checks import check_type
 from ..errors import ParamInvalid
@@ -21,14 +22,7 @@ from ..settings import Settings
 from ..transfer.engine import TransferEngine
 from ..transfer.plan import Op
 from ..types import Memtype, Placement
-from .args import (
-    DEFAULT_TENSORS_PER_LAYER,
-    WHOLE_ENTRY,
-    block_items,
-    check_equally_long,
-    check_size,
-    layers_arg,
-)
+from .args import DEFAULT_TENSORS_PER_LAYER, WHOLE_ENTRY, block_items, check_equally_long, check_size, layers_arg
 from .cache import Cache, cache_tensors
 from .desc import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, MemInfo
 from .integrity import Integrity
@@ -40,7 +34,7 @@ from .planners import blocks_planner, entries_planner, slices_arg
 from .report import TransferReport
 from .routes import signature_of
 from .rules import RemoteKey, Rules
-from .sending import Sending, block_lists, start_sending
+from .sending import Sending, block_lists, check_configs, check_link_id, start_sending
 from .store import CacheStore
 from .table import CacheTable
 from .views import Tensor
@@ -260,7 +254,7 @@ class CacheManager:
         local_layers = layers_arg("src_layer_range", src_layer_range, tensor_num_per_layer)
         remote_layers = layers_arg("dst_layer_range", dst_layer_range, tensor_num_per_layer)
         plan = entries_planner("dst_cache_key", "src_batch_index", src_batch_index, local_layers, remote_layers, size)
-        return self._rules.in_time(None, partial(self._mover.push, dst_cache_key, src_cache, plan, None))
+        return self._rules.in_time(None, partial(self._mover.push, dst_cache_key, src_cache, plan, None, None))
 
     # -- moving blocks
 
@@ -327,16 +321,19 @@ class CacheManager:
         *,
         slices: Sequence[tuple[int, int, int]] | None = None,
         deadline_s: float | None = None,
+        link_id: int | None = None,
     ) -> TransferReport:
         """Blocks `src_blocks[i]` of our cache into blocks `dst_blocks[i]` of the peer's, of every tensor.
 
-        Arguments, result and errors as for `pull_blocks`; `slices` are (src_offset, dst_offset, num_bytes).
+        Arguments, result and errors as for `pull_blocks`, but `slices` are (src_offset, dst_offset, num_bytes), and
+        `link_id` is an `LLMDataDist.link_id`: over that link, or PeerLost once another has replaced it (an extension).
         """
         self._rules.check_open()
         self._rules.check_may_push()
+        check_type("link_id", link_id, int, NoneType)
         layers = src_layer_range, dst_layer_range, tensor_num_per_layer
         way = signature_of(Op.WRITE, dst_cache_key, src_cache, *layers, slices)
-        report = self._mover.routes.again(way, dst_cache_key, src_blocks, dst_blocks, deadline_s)
+        report = self._mover.routes.again(way, dst_cache_key, src_blocks, dst_blocks, deadline_s, link_id)
         if report is not None:
             return report
         check_type("dst_cache_key", dst_cache_key, BlocksCacheKey)
@@ -347,7 +344,7 @@ class CacheManager:
         local, remote = block_items("src_blocks", src_blocks), block_items("dst_blocks", dst_blocks)
         check_equally_long("src_blocks", local, "dst_blocks", remote)
         plan = blocks_planner("dst_cache_key", local_layers, remote_layers, local, remote, slices_arg(slices))
-        return self._rules.in_time(deadline_s, partial(self._mover.push, dst_cache_key, src_cache, plan, way))
+        return self._rules.in_time(deadline_s, partial(self._mover.push, dst_cache_key, src_cache, plan, way, link_id))
 
     def transfer_cache_async(
         self,
@@ -357,18 +354,23 @@ class CacheManager:
         src_block_indices: Sequence[int] | None = None,
         dst_block_indices: Sequence[int] | None = None,
         dst_block_memory_size: int | None = None,
+        *,
+        tensor_num_per_layer: int = DEFAULT_TENSORS_PER_LAYER,
+        slices: Sequence[tuple[int, int, int]] | None = None,
+        link_id: int | None = None,
     ) -> CacheTask:
         """Send layer after layer, each as soon as `layer_synchronizer` releases it, to every destination.
 
-        Returns at once. Destinations are independent: one that fails or is slow does not touch the others. A layer
-        has two tensors.
+        Returns at once. Destinations are independent: one that fails or is slow does not touch the others.
 
         Args:
             transfer_configs: one per destination: addresses in its memory, or the key of its cache.
             src_block_indices, dst_block_indices: equally long, from blocks to blocks. From a contiguous source: only
                 `dst_block_indices`, into which the batch entry is cut, or neither, for a contiguous destination.
-            dst_block_memory_size: bytes of one destination block; needed from a contiguous source to blocks at
-                addresses.
+            dst_block_memory_size: bytes of one destination block; needed from an entry to blocks at addresses.
+            tensor_num_per_layer: tensors of one layer, at both ends (an extension; the original has two).
+            slices: (src_offset, dst_offset, num_bytes) within blocks; from blocks to a key only (an extension).
+            link_id: as for `push_blocks`, asked before each layer; for destinations of one cluster (an extension).
 
         Raises:
             TypeError, ParamInvalid, CacheNotExist: what can be seen from here. What only a destination knows, such
@@ -378,16 +380,16 @@ class CacheManager:
         self._rules.check_may_push()
         check_type("src_cache", src_cache, Cache)
         check_type("layer_synchronizer", layer_synchronizer, LayerSynchronizer)
-        check_type("transfer_configs", transfer_configs, list, tuple)
-        if not transfer_configs:
-            raise ParamInvalid("transfer_configs is empty; name at least one destination")
-        for i, config in enumerate(transfer_configs):
-            check_type(f"transfer_configs[{i}]", config, TransferConfig, TransferWithCacheKeyConfig)
-        blocks = block_lists(src_cache.is_blocks_cache, src_block_indices, dst_block_indices, dst_block_memory_size)
+        check_configs(transfer_configs)
+        check_link_id(link_id, transfer_configs)
+        layers_arg("tensor_num_per_layer", None, tensor_num_per_layer)
+        is_blocks = src_cache.is_blocks_cache
+        blocks = block_lists(is_blocks, src_block_indices, dst_block_indices, dst_block_memory_size, slices)
         check_managed("src_cache", src_cache)
         source = self._table.pin(src_cache.cache_id)
         try:
-            sending = Sending(self._mover, self._rules, source, blocks, self._settings.sync_kv_timeout_s)
+            shared = self._mover, self._rules, source, blocks, tensor_num_per_layer
+            sending = Sending(*shared, self._settings.sync_kv_timeout_s, link_id)
             return start_sending(sending, self._table, layer_synchronizer, transfer_configs)
         except BaseException:
             self._table.unpin(source)

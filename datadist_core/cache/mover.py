@@ -90,16 +90,23 @@ class Mover:
         """
         if isinstance(key, CacheKey):
             check_one_id(name, key)
-        return self._transfer(Op.READ, key, cache, plan, way, deadline)
+        return self._transfer(Op.READ, key, cache, plan, way, None, deadline)
 
     def push(
-        self, key: RemoteKey, cache: Cache, plan: Planner, way: Signature | None, deadline: Deadline
+        self,
+        key: RemoteKey,
+        cache: Cache,
+        plan: Planner,
+        way: Signature | None,
+        link_id: int | None,
+        deadline: Deadline,
     ) -> TransferReport:
-        """Out of `cache`."""
-        return self._transfer(Op.WRITE, key, cache, plan, way, deadline)
+        """Out of `cache`; over no other link than that one, if it is given."""
+        return self._transfer(Op.WRITE, key, cache, plan, way, link_id, deadline)
 
-    def link(self, cluster_id: int) -> Link:
-        return self._links.get(cluster_id)
+    def link(self, cluster_id: int, link_id: int | None) -> Link:
+        """See `LinkTable.get`."""
+        return self._links.get(cluster_id, link_id)
 
     def run(
         self,
@@ -127,10 +134,17 @@ class Mover:
         return ran
 
     def _transfer(
-        self, op: Op, key: RemoteKey, cache: Cache, plan: Planner, way: Signature | None, deadline: Deadline
+        self,
+        op: Op,
+        key: RemoteKey,
+        cache: Cache,
+        plan: Planner,
+        way: Signature | None,
+        link_id: int | None,
+        deadline: Deadline,
     ) -> TransferReport:
         started_s = time.perf_counter()
-        link = self._links.get(key.cluster_id)
+        link = self._links.get(key.cluster_id, link_id)
         with link.transferring(), self._table.pinned(cache.cache_id) as local:
             query = lookup_of(key)
             with using(link, query, deadline) as remote:
@@ -138,14 +152,15 @@ class Mover:
                 moves = plan(met)
                 ran = self.run(link, op, local, moves, remote.cache.backend_of, deadline)
                 if way is not None:
-                    self._keep_route(way, op, met, moves)
+                    self.keep_route(way, op, met, moves)
             report = TransferReport(ran.num_bytes, ran.backend, time.perf_counter() - started_s)
             if op is Op.READ and isinstance(key, CacheKey):
                 # Not held any more: the owner may free the cache before it answers, and would wait for us.
                 self._consume(link, key, query, remote.cache.cache_id)
             return report
 
-    def _keep_route(self, way: Signature, op: Op, met: Met, moves: Moves) -> None:
+    def keep_route(self, way: Signature, op: Op, met: Met, moves: Moves) -> None:
+        """Have the next transfer like this one go the short way (`Mover.routes`). Both caches are held."""
         try:
             legs = tuple(
                 Leg(backend, pairs, backend.prepare(met.link.link_id, pairs, moves.slices))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ..checks import check_type
 from ..errors import ParamInvalid
 from ..memory.layout import CacheLayout
-from ..transfer.plan import Items, Slice, check_indices
+from ..transfer.plan import Items, Slice, check_indices, in_remote_order
 from .args import Layers, check_batch_index, check_tensors_per_layer
 from .mover import Met, Planner
 from .plans import Moves, Side, plan_blocks, plan_entries, plan_entry_to_blocks
@@ -63,13 +63,13 @@ def blocks_planner(
 
 
 def slices_arg(slices: Sequence[tuple[int, int, int]] | None) -> tuple[Slice, ...] | None:
-    """(local_offset, remote_offset, num_bytes) each."""
+    """(local_offset, remote_offset, num_bytes) each. They come back in the order in which they lie at the peer."""
     if slices is None:
         return None
     check_type("slices", slices, list, tuple)
     if not slices:
         raise ParamInvalid("slices is empty; leave it out to move whole blocks")
-    return tuple(_slice(f"slices[{i}]", one) for i, one in enumerate(slices))
+    return in_remote_order([_slice(f"slices[{i}]", one) for i, one in enumerate(slices)])
 
 
 def _slice(name: str, one: tuple[int, int, int]) -> Slice:

@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -34,11 +35,14 @@ from .report import TransferReport
 from .rules import RemoteKey, Rules
 from .table import CacheEntry, CacheTable
 
-#: Of one link; more are forgotten all at once. Users have a few caches, or make new ones all the time.
-MAX_ROUTES = 256
+#: Of one link; more are forgotten all at once. Users have a few caches, or make new ones all the time. Layer by layer
+#: there is one per layer, and per way in which blocks of different sizes meet.
+MAX_ROUTES = 1024
 
 _LASTING_KEYS = (BlocksCacheKey, CacheKeyByIdAndIndex)
 _INTS_ONLY = {int}
+_THREE_ONLY = {3}
+_USUAL_LISTS = {list, tuple}
 
 
 #: What a route depends on besides its link, see `signature_of`.
@@ -52,15 +56,19 @@ def signature_of(
     local_layers: range | None,
     remote_layers: range | None,
     tensors_per_layer: int,
-    slices: object,
+    slices: Sequence[Sequence[int]] | None,
 ) -> Signature | None:
     """Of a call of pull_blocks or push_blocks with these arguments, as they came: not checked yet.
 
-    The type of a number counts: True is not 1 here. None where there are no routes: by other keys, and for slices.
+    The type of a number counts: True is not 1 here. None where there are no routes: by other keys, and for slices that
+    are not written as usual.
     """
-    if slices is not None or type(key) not in _LASTING_KEYS:
+    if type(key) not in _LASTING_KEYS:
         return None
-    return (op, key, cache, local_layers, remote_layers, tensors_per_layer, type(tensors_per_layer))
+    parts = b"" if slices is None else usual_slices(slices)
+    if parts is None:
+        return None
+    return (op, key, cache, local_layers, remote_layers, tensors_per_layer, type(tensors_per_layer), parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,32 +132,63 @@ class Routes:
         local_blocks: Sequence[int],
         remote_blocks: Sequence[int],
         deadline_s: float | None,
+        link_id: int | None = None,
     ) -> TransferReport | None:
-        """Move these blocks, if it can be done the short way; None if not. Raises why a transfer failed."""
+        """Move these blocks, if it can be done the short way; None if not. Raises why a transfer failed.
+
+        Over no other link than `link_id`, if it is given.
+        """
         started_s = time.perf_counter()
         if signature is None or (deadline_s is not None and not _is_usual_time(deadline_s)):
             return None
-        link = self._links.peek(key.cluster_id)
-        if link is None:
-            return None
-        routes = link.peer_caches.routes
-        try:
-            route: Route | None = routes.get(signature)
-        except TypeError:  # an argument that has no hash is of a wrong type
-            return None
+        route = self._known(signature, key.cluster_id, link_id)
         if route is None:
             return None
         local_items, remote_items = usual_items(local_blocks), usual_items(remote_blocks)
         if local_items is None or remote_items is None or len(local_items) != len(remote_items):
             return None
-        try:
-            if not self._run_held(route, local_items, remote_items, deadline_s):
-                routes.pop(signature, None)
-                return None
-        except TimedOut as error:
-            raise self._rules.timed_out(error) from error
+        if not self._run_known(signature, route, local_items, remote_items, deadline_s):
+            return None
         num_bytes = len(local_items) * route.bytes_of_one
         return TransferReport(num_bytes, route.backend_names, time.perf_counter() - started_s)
+
+    def again_with(
+        self,
+        signature: Signature,
+        cluster_id: int,
+        link_id: int | None,
+        local_items: ItemList,
+        remote_items: ItemList,
+    ) -> bool:
+        """The same with checked items, equally many on both sides; whether it was done."""
+        route = self._known(signature, cluster_id, link_id)
+        return route is not None and self._run_known(signature, route, local_items, remote_items, None)
+
+    def _known(self, signature: Signature, cluster_id: int, link_id: int | None) -> Route | None:
+        link = self._links.peek(cluster_id)
+        if link is None or link_id not in (None, link.link_id):
+            return None
+        try:
+            route: Route | None = link.peer_caches.routes.get(signature)
+        except TypeError:  # an argument that has no hash is of a wrong type
+            return None
+        return route
+
+    def _run_known(
+        self,
+        signature: Signature,
+        route: Route,
+        local_items: ItemList,
+        remote_items: ItemList,
+        deadline_s: float | None,
+    ) -> bool:
+        try:
+            if self._run_held(route, local_items, remote_items, deadline_s):
+                return True
+        except TimedOut as error:
+            raise self._rules.timed_out(error) from error
+        route.link.peer_caches.routes.pop(signature, None)
+        return False
 
     def _run_held(self, route: Route, local_items: ItemList, remote_items: ItemList, deadline_s: float | None) -> bool:
         """False if link or caches are not to be had any more, or if something does not fit."""
@@ -190,6 +229,19 @@ class Routes:
 
 def _is_usual_time(seconds: float) -> bool:
     return type(seconds) in (int, float) and seconds > 0
+
+
+def usual_slices(slices: Sequence[Sequence[int]]) -> bytes | None:
+    """Slices as they are passed most of the time, as something to compare; None for anything else, right or wrong."""
+    if type(slices) not in _USUAL_LISTS or not set(map(type, slices)) <= _USUAL_LISTS:
+        return None
+    numbers = list(chain.from_iterable(slices))
+    if set(map(type, numbers)) != _INTS_ONLY or set(map(len, slices)) != _THREE_ONLY:
+        return None
+    try:
+        return array("q", numbers).tobytes()
+    except OverflowError:
+        return None
 
 
 def usual_items(blocks: Sequence[int]) -> ItemList | None:

@@ -5,14 +5,13 @@ The peer may be in production. It sees one link from a cluster id that nobody el
 its 64 test bytes, and an orderly unlink.
 
 A dialling end has to say which cluster it means, so that an end that has taken over another one's address is noticed.
-Who does not know the id asks for one that no end has; the refusal names the right one. That tells no more than the peer
-says to anybody who asks, and no check is left out: the link itself is then asked for by that id.
+Who does not know the id asks first (`LLMDataDist.find_cluster`); no check is left out: the link itself is then asked
+for by that id.
 """
 
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +29,6 @@ from .findings import Finding, Level, fail, note, ok, warn
 from .reading import Measured, Reader, control_round_trip_s, scratch_of
 from .scratch import EndOptions, make_end
 
-_NAMED_CLUSTER = re.compile(r"this is cluster (\d+)")
 _V2_DIFFERS = "enable_cache_manager (V2) is"
 _NO_DATA_PATH = "no transfer backend works"
 _TCP_BLOCKED = re.compile(r"what does not work from this end: \{.*'tcp': ")
@@ -127,20 +125,10 @@ class PeerTest:
         """Raises what the peer refuses."""
         cluster_id = self._check.cluster_id
         if cluster_id is None:
-            cluster_id = self._ask_cluster_id(end)
+            address = self._check.address
+            cluster_id = end.find_cluster(address.host, address.port, self._check.timeout_s)
         self._must_link(end, cluster_id)
         return end._open().links.get(cluster_id)
-
-    def _ask_cluster_id(self, end: LLMDataDist) -> int:
-        nobody = secrets.randbits(62) + 1
-        try:
-            self._must_link(end, nobody)
-        except LLMException as error:
-            named = _NAMED_CLUSTER.search(str(error))
-            if named is None:
-                raise
-            return int(named[1])
-        return nobody  # the peer has this very id: one chance in 2**62
 
     def _must_link(self, end: LLMDataDist, cluster_id: int) -> None:
         info = self._info(cluster_id)

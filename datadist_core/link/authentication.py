@@ -148,12 +148,18 @@ class Authentication:
             raise ProtocolError("the hello names other cluster ids than the challenge did")
 
 
+class OtherCluster(LinkFailed):
+    """Another cluster was asked for than the one that answers, which is `cluster_id`."""
+
+    def __init__(self, message: str, cluster_id: int = 0) -> None:
+        super().__init__(message, LLMStatusCode.LLM_PARAM_INVALID)
+        self.cluster_id = cluster_id
+
+
 def check_ids(mine: int, theirs: int, expected: int) -> None:
     """LinkFailed unless the dialling end `theirs` expects us, and is not us."""
     if expected != mine:
-        raise LinkFailed(
-            f"remote_cluster_id={expected} was asked for, but this is cluster {mine}", LLMStatusCode.LLM_PARAM_INVALID
-        )
+        raise OtherCluster(f"remote_cluster_id={expected} was asked for, but this is cluster {mine}", mine)
     if theirs == mine:
         raise LinkFailed(f"both ends have cluster_id={mine}; it must be unique", LLMStatusCode.LLM_PARAM_INVALID)
 

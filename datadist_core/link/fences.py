@@ -3,7 +3,8 @@
 
 A peer that copies one-sidedly may be stopped (by a signal, a debugger, a paused container) in the middle of a copy,
 and go on with it long after this end gave up the link. Memory that it was told of must not be given to anyone else
-before its own end of the link, or its process, has ended: see `Backend.is_fenced`.
+before its own end of the link, or its process, has ended: see `Backend.is_fenced`. Nor before what this end itself
+moves over that link has ended.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from ..errors import ClosedError
+from ..types import Deadline
 
 if TYPE_CHECKING:
     from .link import Link
@@ -71,6 +75,26 @@ class Fences:
         if is_due:
             then()
 
+    def wait(self, unfenced: Callable[[], bool], deadline: Deadline) -> bool:
+        """Whether `unfenced` becomes False in time. Looks at least once; raises ClosedError if `close` was called."""
+        pause_s = _FIRST_POLL_S
+        while True:
+            if self._closed:
+                raise ClosedError("finalize was called")
+            if not unfenced():
+                return True
+            left_s = deadline.remaining_s()
+            if left_s <= 0:
+                return False
+            self._closing.wait(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
+    def may_write(self, cluster_id: int) -> bool:
+        """Whether the peer of a link to that cluster that has ended may still be writing."""
+        with self._lock:
+            former = [link for link in self._former if link.peer.cluster_id == cluster_id]
+        return not all(_is_fenced(link) for link in former)
+
     def close(self) -> None:
         """Wait for nobody any more: everything that is awaited is done now. Idempotent."""
         with self._lock:
@@ -103,7 +127,7 @@ class Fences:
 
 
 def _is_fenced(link: Link) -> bool:
-    return all(backend.is_fenced(link.link_id) for backend in link.backends)
+    return link.is_idle and all(backend.is_fenced(link.link_id) for backend in link.backends)
 
 
 def _is_due(awaited: _Awaited) -> bool:

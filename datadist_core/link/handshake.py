@@ -18,7 +18,7 @@ from ..transfer.engine import TransferEngine
 from ..types import Deadline, LLMRole, LLMStatusCode
 from ..wire import messages as m
 from ..wire.codec import MAX_MESSAGE_BYTES
-from .authentication import Authentication, check_ids
+from .authentication import Authentication, OtherCluster, check_ids
 from .link import Link, wait_for
 from .probe import BeaconMemory, ProbeResult, probe_backends
 from .process import this_process
@@ -142,7 +142,8 @@ class Handshake:
 
     def refuse(self, link: Link, error: LLMException) -> None:
         try:
-            link.send(m.Refuse(int(error.status_code), str(error)))
+            who = error.cluster_id if isinstance(error, OtherCluster) else None
+            link.send(m.Refuse(int(error.status_code), str(error), who))
         except LLMException:
             logger.debug("the refusal could not be sent")
         link.close(error)
@@ -224,7 +225,8 @@ def _learn(link: Link, said: m.Hello | m.Welcome) -> None:
 def _refusal(refusal: m.Refuse, peer_address: str) -> LLMException:
     known = {int(code) for code in LLMStatusCode}
     code = LLMStatusCode(refusal.status) if refusal.status in known else LLMStatusCode.LLM_LINK_FAILED
-    return LinkFailed(f"{peer_address} refused the link: {_one_line(refusal.message)}", code)
+    text = f"{peer_address} refused the link: {_one_line(refusal.message)}"
+    return LinkFailed(text, code) if refusal.cluster_id is None else OtherCluster(text, refusal.cluster_id)
 
 
 def _one_line(text: str) -> str:

@@ -153,6 +153,16 @@ class Link:
     def is_up(self) -> bool:
         return self._machine.state is LinkState.UP
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was up and is not any more, or will not be for long."""
+        return self._machine.state is not LinkState.UP or self._close_reason is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no transfer of ours is running on it."""
+        return self._num_transfers == 0
+
     def info(self) -> LinkInfo:
         names = tuple(b.name for b in self.backends)
         return LinkInfo(
@@ -265,8 +275,11 @@ class Link:
             finally:
                 self._num_awaiting_idle -= 1
 
-    def will_close(self, reason: ClosedError) -> None:
-        """Why it will be closed here soon: for transfers that come too late or do not end in time."""
+    def will_close(self, reason: LLMException) -> None:
+        """Why it will be closed here soon: for transfers that come too late or do not end in time.
+
+        That is then the reason, also if the peer is quicker.
+        """
         with self.lock:
             self._close_reason = self._close_reason or reason
 
@@ -342,6 +355,7 @@ class Link:
 
     def _on_closed(self, error: LLMException) -> None:
         with self.lock:
+            error = self._close_reason or error
             self._machine.broken()
             self._down_error = error
             waiting = [*self._pending.values(), *self._steps.values()]

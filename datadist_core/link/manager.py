@@ -33,6 +33,7 @@ from ..wire.channel import Channel
 from ..wire.control_loop import ControlLoop
 from ..wire.log_limit import LimitedLog
 from .answers import MAX_CHECKSUMS_WAITING, CacheService
+from .authentication import OtherCluster
 from .fanout import run_all
 from .fences import Fences
 from .handshake import Handshake, LocalEnd
@@ -83,7 +84,7 @@ class LinkManager:
         self._engine = engine
         self._on_link_lost = on_link_lost
         self.fences = Fences()
-        self._table = LinkTable()
+        self._table = LinkTable(on_replaced=self.fences.link_ends)
         self._partings = Partings(self._table, self.fences, self._disconnect)
         self._accepting = Workers(ACCEPT_THREADS, "datadist-accept")
         self._turns = Turns(CHECKSUM_THREADS, MAX_CHECKSUMS_WAITING, "datadist-checksum")
@@ -117,9 +118,9 @@ class LinkManager:
 
     # -- the table
 
-    def get(self, cluster_id: int) -> Link:
+    def get(self, cluster_id: int, link_id: int | None = None) -> Link:
         """See `LinkTable.get`."""
-        return self._table.get(cluster_id)
+        return self._table.get(cluster_id, link_id)
 
     def peek(self, cluster_id: int) -> Link | None:
         """The link, in whatever state; None if there is none."""
@@ -133,6 +134,15 @@ class LinkManager:
         """Links that are gone, whose peers know that cache of ours and may be stopped in the middle of a copy to it."""
         broken = [link for link in self._table.all() if link.state is LinkState.DOWN]
         return [*(x for x in broken if x.answers.has_told_of(cache_id)), *self.fences.who_may_write(cache_id)]
+
+    def wait_fenced(self, cluster_id: int, deadline: Deadline) -> bool:
+        """Whether, in time, no peer of a former link to that cluster can write to our memory any more."""
+        return self.fences.wait(lambda: self._may_write(cluster_id), deadline)
+
+    def _may_write(self, cluster_id: int) -> bool:
+        # The table first: a link is in the other before it leaves the one.
+        link = self._table.peek(cluster_id)
+        return (link is not None and link.is_ending) or self.fences.may_write(cluster_id)
 
     def failure(self, cluster_id: int) -> LLMException | None:
         """See `LinkTable.failure`."""
@@ -201,6 +211,20 @@ class LinkManager:
             return self._dial(target, deadline)
         finally:
             self._table.end_dialling(target.cluster_id)
+
+    def find_cluster(self, address: HostPort, deadline: Deadline) -> int:
+        """The id of who listens there.
+
+        Asking for a cluster that does not exist is asking for the one that does: see `OtherCluster`. So nothing is told
+        that is not told to everybody who dials, and who may not dial learns nothing.
+        """
+        nobody = secrets.randbits(63) + 1
+        try:
+            link = self._dial(Target(nobody, (address,)), deadline)
+        except OtherCluster as other:
+            return other.cluster_id
+        link.close(ClosedError("only its cluster id was asked for"))
+        return nobody  # one chance in 2**63
 
     def _link_one(self, target: Target, deadline: Deadline) -> LLMStatusCode:
         try:

@@ -132,6 +132,7 @@ class Partings:
             self._disconnect(link)
         else:
             self._forget(link)
+        link.will_close(reason)  # the peer may close its end before we have closed ours
         try:
             link.send(m.Unlinked())
         except LLMException as error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from ..errors import AlreadyLinked, ClosedError, LinkBusy, LinkFailed, LLMException, NotYetLinked, PeerLost
 from ..types import LLMStatusCode
@@ -26,9 +27,16 @@ MAX_INCARNATIONS = 8
 
 
 class LinkTable:
-    """Thread-safe. Links are in it from the moment they are up until they are down."""
+    """Thread-safe. Links are in it from the moment they are up until they are down.
 
-    def __init__(self) -> None:
+    Args:
+        on_replaced: told of a link before another one takes its place. Must not call the table, nor wait.
+    """
+
+    def __init__(self, on_replaced: Callable[[Link], None] = lambda link: None) -> None:
+        self._on_replaced = on_replaced
+        #: Replaced, and not taken out yet: each of them is lost, whether or not it was up still.
+        self._lost: set[Link] = set()
         self.lock = threading.Lock()
         self._links: dict[int, Link] = {}
         self._dialling: set[int] = set()
@@ -37,9 +45,9 @@ class LinkTable:
         self._incarnations: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()
         self._closed = False
 
-    def get(self, cluster_id: int) -> Link:
-        """The link that is up. Raises NotYetLinked with what is known of why not, LinkBusy while it is unlinked, and
-        ClosedError once this end is being finalized."""
+    def get(self, cluster_id: int, link_id: int | None = None) -> Link:
+        """The link that is up. Raises NotYetLinked with what is known of why not, LinkBusy while it is unlinked,
+        ClosedError once this end is being finalized, and PeerLost if it is not the link with that id."""
         with self.lock:
             self._check_open()
             link = self._links.get(cluster_id)
@@ -49,6 +57,8 @@ class LinkTable:
         if link is None or not link.is_up:
             last = f" (last: {reason})" if reason else ""
             raise NotYetLinked(f"no link to cluster {cluster_id}{last}; link_clusters first")
+        if link_id not in (None, link.link_id):
+            raise PeerLost(f"link_id={link_id} is not the link to cluster {cluster_id}, which is {link.link_id} now")
         return link
 
     def peek(self, cluster_id: int) -> Link | None:
@@ -125,6 +135,9 @@ class LinkTable:
             previous = self._links.get(cluster_id)
             if previous is not None and previous.is_up:
                 self._check_may_replace(link, previous)
+            if previous is not None:
+                self._on_replaced(previous)
+                self._lost.add(previous)
             self._links[cluster_id] = link
             self._failures.pop(cluster_id, None)
             self._remember_incarnation(cluster_id, link.peer.incarnation)
@@ -169,8 +182,11 @@ class LinkTable:
             return True
 
     def lose(self, link: Link, error: LLMException) -> bool:
-        """The same, but `failure` says why."""
+        """The same, but `failure` says why. A link whose place another has taken counts."""
         with self.lock:
+            if link in self._lost:
+                self._lost.remove(link)
+                return True
             if self._links.get(link.peer.cluster_id) is not link:
                 return False
             del self._links[link.peer.cluster_id]

@@ -41,6 +41,10 @@ def _run(first: int, count: int) -> npt.NDArray[np.int64]:
 
 
 _HEADS = (Slice(0, 64, 64), Slice(256, 0, 64), Slice(65, 301, 7))
+#: 6 tokens x 4 heads of 16 bytes: token-major here, head-major there; in an order that suits neither end, one, or both.
+_PERMUTING = tuple(
+    Slice((token * 4 + head) * 16, (head * 6 + token) * 16, 16) for token in range(6) for head in range(4)
+)
 
 CASES = {
     "one-block": Case(_run(5, 1), _run(7, 1)),
@@ -54,6 +58,13 @@ CASES = {
     "same-source-twice": Case(_run(10, 6), np.array([4, 4, 9, 4, 9, 0], dtype=np.int64)),
     "several-grids": Case(_scattered(12, 4), _scattered(12, 5), num_pairs=5),
     "heads": Case(_scattered(20, 6), _scattered(20, 7), slices=_HEADS),
+    "permuting": Case(_scattered(20, 10), _scattered(20, 11), slices=_PERMUTING),
+    "permuting-runs": Case(
+        _run(0, 40), _run(3, 40), slices=tuple(sorted(_PERMUTING, key=lambda s: s.remote_offset)), num_pairs=2
+    ),
+    "parts-that-are-neighbours": Case(
+        _run(1, 20), _scattered(20, 12), slices=(Slice(0, 100, 64), Slice(64, 164, 30), Slice(94, 0, 100))
+    ),
     "heads-of-runs": Case(_run(0, 20), _run(10, 20), slices=(Slice(0, 192, 192),)),
     "gaps": Case(_run(2, 20), _run(4, 20), local_gap_bytes=128, remote_gap_bytes=64),
     "gap-here-only": Case(_run(2, 20), _run(4, 20), local_gap_bytes=96),

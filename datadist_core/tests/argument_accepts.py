@@ -20,7 +20,7 @@ from datadist_core.tests.argument_caches import ALLOCATE, REGISTER, REGISTER_BLO
 from datadist_core.tests.argument_ends import LINK_CLUSTERS, UNLINK_CLUSTERS
 from datadist_core.tests.argument_moves import COPY_BLOCKS, PULL_BLOCKS, PUSH_BLOCKS
 from datadist_core.tests.argument_rows import Callee, Where
-from datadist_core.tests.argument_tasks import TRANSFER
+from datadist_core.tests.argument_tasks import BY_KEY, TRANSFER
 from datadist_core.tests.argument_world import World, blocks_desc
 
 
@@ -107,4 +107,5 @@ ACCEPTS = [
         lambda items: {0: items},
     ),
     *(Accept(TRANSFER, name) for name in ("transfer_configs", "src_block_indices", "dst_block_indices")),
+    Accept(replace(BY_KEY, good=lambda w: BY_KEY.good(w) | {"slices": [(0, 0, 8)]}), "slices"),
 ]

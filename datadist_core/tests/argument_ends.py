@@ -81,6 +81,9 @@ LINK_FAILURE = Callee(
 LINK_INFO = Callee(
     "LLMDataDist.link_info", lambda w: w.decoder.link_info, lambda w: {"remote_cluster_id": w.prompt.cluster_id}
 )
+LINK_ID = Callee(
+    "LLMDataDist.link_id", lambda w: w.decoder.link_id, lambda w: {"remote_cluster_id": w.prompt.cluster_id}
+)
 REGISTER_SERVICE = Callee(
     "LLMDataDist.register_service", lambda w: w.prompt.register_service, lambda w: {"name": "other", "handler": len}
 )
@@ -89,6 +92,16 @@ CALL = Callee(
     lambda w: w.decoder.call,
     lambda w: {"remote_cluster_id": w.prompt.cluster_id, "name": "echo", "body": b"x", "timeout_s": 5.0},
 )
+FIND_CLUSTER = Callee(
+    "LLMDataDist.find_cluster",
+    lambda w: w.decoder.find_cluster,
+    lambda w: {"host": "127.0.0.1", "port": w.lone.listen_address.port, "timeout_s": 5.0},
+)
+WAIT_FENCED = Callee(
+    "LLMDataDist.wait_fenced",
+    lambda w: w.decoder.wait_fenced,
+    lambda w: {"remote_cluster_id": STRANGER, "timeout_s": 0},
+)
 ON_LINK_LOST = Callee("LLMDataDist.on_link_lost", lambda w: w.decoder.on_link_lost, lambda w: {"callback": print})
 GETTERS = [
     Callee(f"LLMDataDist.{name}", lambda w, name=name: lambda: getattr(w.decoder, name), lambda w: {})
@@ -96,8 +109,8 @@ GETTERS = [
 ]
 #: All that need init and end with finalize.
 ENDS = [
-    LINK_CLUSTERS, UNLINK_CLUSTERS, CHECK_LINK, SWITCH_ROLE, LINK, UNLINK, QUERY, LINK_FAILURE, LINK_INFO,
-    REGISTER_SERVICE, CALL, ON_LINK_LOST, *GETTERS,
+    LINK_CLUSTERS, UNLINK_CLUSTERS, CHECK_LINK, SWITCH_ROLE, LINK, UNLINK, QUERY, LINK_FAILURE, LINK_INFO, LINK_ID,
+    REGISTER_SERVICE, CALL, FIND_CLUSTER, WAIT_FENCED, ON_LINK_LOST, *GETTERS,
 ]  # fmt: skip
 
 
@@ -109,7 +122,15 @@ def end_rows() -> list[Row]:
         _cluster_list_rows(UNLINK_CLUSTERS),
         _statuses(),
         UNLINK_CLUSTERS.type_rows("force", *NOT_BOOL, None),
-        *(_cluster_id_rows(one) for one in (CHECK_LINK, LINK_FAILURE, LINK_INFO, CALL)),
+        *(_cluster_id_rows(one) for one in (CHECK_LINK, LINK_FAILURE, LINK_INFO, LINK_ID, CALL, WAIT_FENCED)),
+        *(one.type_rows("timeout_s", "1", True, [1], None) for one in (FIND_CLUSTER, WAIT_FENCED)),
+        *(one.refused("timeout_s", Fault.RANGE, value) for one in (FIND_CLUSTER, WAIT_FENCED)
+          for value in (-1, -0.5, float("nan"))),
+        FIND_CLUSTER.refused("timeout_s", Fault.RANGE, 0),
+        FIND_CLUSTER.type_rows("host", *NOT_STR, None),
+        [FIND_CLUSTER.refused("host", Fault.RANGE, value) for value in ("", "1.2.3", "a b", "127.0.0.1:80")],
+        FIND_CLUSTER.type_rows("port", *NOT_INT, None),
+        [FIND_CLUSTER.range_row("port", value) for value in (0, -1, 65536)],
         *(one.refused("remote_cluster_id", Fault.UNLINKED, STRANGER, str(STRANGER), NOT_LINKED)
           for one in (CHECK_LINK, LINK_INFO, CALL)),
         _switch_role(),

@@ -35,6 +35,7 @@ from datadist_core.tests.argument_world import (
 )
 
 TIMEOUT = LLMStatusCode.LLM_TIMEOUT
+NO_SUCH_LINK = LLMStatusCode.LLM_LINK_FAILED
 
 PULL_CACHE = Callee(
     "CacheManager.pull_cache",
@@ -157,6 +158,8 @@ def _push_blocks() -> list[Row]:
         _key_rows(one, "dst_cache_key", CacheKey(1, 2), CacheKeyByIdAndIndex(1, 2)),
         one.refused("dst_cache_key", Fault.UNKNOWN, lambda w: w.blocks_key(5), "model_id=5", UNKNOWN_KEY),
         one.refused("dst_cache_key", Fault.KIND, lambda w: w.blocks_key(1), "remote_accessible"),
+        one.type_rows("link_id", *NOT_INT),
+        [one.refused("link_id", Fault.UNLINKED, value, f"link_id={value}", NO_SUCH_LINK) for value in (-1, 0, 2**70)],
         _handle_rows(one, "src_cache", lambda w: w.target_freed_blocks),
         one.refused("src_cache", Fault.KIND, lambda w: w.target, "push_cache"),
         one.refused("src_cache", Fault.CONTENT, lambda w: w.target_few_blocks, "tensors"),

@@ -53,6 +53,7 @@ WORKS_AFTER_FINALIZE = {
     "LLMDataDist.finalize": "idempotent",
     "LLMDataDist.role": "a value",
     "LLMDataDist.cluster_id": "a value",
+    "LLMDataDist.num_links": "0 then",
     "CacheManager.is_initialized": "False then",
 }
 

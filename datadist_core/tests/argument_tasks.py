@@ -28,7 +28,7 @@ from datadist_core.tests.argument_rows import (
     Where,
     flat,
 )
-from datadist_core.tests.argument_world import BATCH_SIZE, BLOCK_BYTES, NUM_BLOCKS, STRANGER, World
+from datadist_core.tests.argument_world import BATCH_SIZE, BLOCK_BYTES, NUM_BLOCKS, NUM_TENSORS, STRANGER, World
 
 
 def by_address(w: World) -> list[TransferConfig]:
@@ -57,6 +57,7 @@ def _contiguous(w: World) -> dict[str, object]:
 
 TRANSFER = Callee("CacheManager.transfer_cache_async", lambda w: w.p.transfer_cache_async, _blocks)
 FROM_CONTIGUOUS = replace(TRANSFER, good=_contiguous)
+BY_KEY = replace(TRANSFER, good=lambda w: _blocks(w) | {"transfer_configs": by_key(w), "dst_block_memory_size": None})
 SYNCHRONIZE = Callee("CacheTask.synchronize", lambda w: w.task.synchronize, lambda w: {"timeout_in_millis": 5000})
 GET_RESULTS = Callee("CacheTask.get_results", lambda w: w.task.get_results, lambda w: {"timeout_in_millis": 5000})
 
@@ -67,6 +68,7 @@ def task_rows() -> list[Row]:
         _configs(),
         _indices(),
         _memory_size(),
+        _layers_and_slices(),
         _statuses(),
         replace(TRANSFER, bind=lambda w: w.d.transfer_cache_async, where=Where.V1).state_row(
             Fault.ROLE, INVALID, "PROMPT"
@@ -122,6 +124,40 @@ def _memory_size() -> list[Row]:
         FROM_CONTIGUOUS.refused("dst_block_memory_size", Fault.MISSING, None),
         FROM_CONTIGUOUS.refused("dst_block_memory_size", Fault.RANGE, 0),
     )
+
+
+def _to_two(w: World) -> list[TransferWithCacheKeyConfig]:
+    return [*by_key(w), TransferWithCacheKeyConfig(BlocksCacheKey(STRANGER))]
+
+
+def _layers_and_slices() -> list[Row]:
+    wide = [(0, 0, BLOCK_BYTES + 1)]
+    bad = ([(0, 0, 0)], [(-1, 0, 4)], wide, [(BLOCK_BYTES, 0, 1)], [(0, 0)], [])
+    some = [(0, 0, 8)]
+    return flat(
+        TRANSFER.type_rows("tensor_num_per_layer", *NOT_INT, None),
+        [TRANSFER.refused("tensor_num_per_layer", Fault.RANGE, value) for value in (0, -1, 3, NUM_TENSORS + 1)],
+        TRANSFER.type_rows("link_id", *NOT_INT),
+        BY_KEY.with_arguments("link_id", Fault.CONTENT, "link_id=1.*clusters?", link_id=1, transfer_configs=_to_two),
+        BY_KEY.type_rows("slices", *NOT_LIST, [5], [(0, 0, 1.5)], [("0", 0, 4)]),
+        [BY_KEY.refused("slices", Fault.CONTENT, value) for value in bad],
+        TRANSFER.refused("slices", Fault.KIND, some, "slices.*TransferWithCacheKeyConfig"),
+        FROM_CONTIGUOUS.refused("slices", Fault.KIND, some, "slices.*contiguous"),
+        _status_of("slices", Fault.CONTENT, slices=[(0, BLOCK_BYTES - 4, 8)]),
+    )
+
+
+def _status_of(parameter: str, fault: Fault, **arguments: object) -> Row:
+    """Only the destination knows: it ends with LLM_PARAM_INVALID."""
+
+    def call(w: World) -> object:
+        task = BY_KEY.call(w, **arguments)
+        assert isinstance(task, CacheTask)
+        if task.synchronize(10_000) is not LLMStatusCode.LLM_SUCCESS:
+            raise task.errors[0]
+        return task
+
+    return Row(BY_KEY.name, parameter, fault, call, LLMException, INVALID, parameter, BY_KEY.where, "status")
 
 
 def _statuses() -> list[Row]:

@@ -20,6 +20,7 @@ import pytest
 from datadist_core.errors import PeerLost
 from datadist_core.link.link import Link
 from datadist_core.testing.parallel import eventually
+from datadist_core.testing.ports import free_port
 from datadist_core.testing.remote import RemoteObject
 from datadist_core.testing.soak_end import FIXED, EndSetup, Holdings, PeerPlace, RemoteEnd
 from datadist_core.tests.core_ends import make_end, remote_info
@@ -188,7 +189,7 @@ class Relay:
 @pytest.mark.slow
 def test_b18_a_cut_of_three_seconds_is_over_by_itself(start: StartEnd) -> None:
     """Nothing is restarted, and nobody is shut out: transfers work again within 10 s of the network's return."""
-    data_port = _free_port()
+    data_port = free_port(RELAY)
     tcp = json.dumps({"tcp": {"port": data_port, "advertise_host": RELAY}})
     with ExitStack() as stack:
         p = stack.enter_context(
@@ -212,9 +213,3 @@ def test_b18_a_cut_of_three_seconds_is_over_by_itself(start: StartEnd) -> None:
         assert d.do("pull", through, list(FIXED)) == "LLM_SUCCESS"
         assert counts.good > 0
         must_hold_no_more(d, replace(before, num_transfers=0))
-
-
-def _free_port() -> int:
-    """Of the relay's address and of the end's."""
-    with socket.create_server((RELAY, 0)) as server:
-        return server.getsockname()[1]

@@ -93,6 +93,27 @@ def test_large_scatter_takes_the_streaming_path_and_is_exact() -> None:
     np.testing.assert_array_equal(target, source[order])
 
 
+def test_short_ranges_of_whole_lines(copy: CopyFunction) -> None:
+    """Aligned, as the heads of tokens are; with others among them, so that each sort meets the other."""
+    rng = np.random.default_rng(3)
+    slot, sizes = 768, rng.permutation(np.array([64, 128, 192, 448, 512, 640, 60, 1, 65] * 200, dtype=np.int64))
+    source, target = (
+        memory[-memory.ctypes.data % 64 :][: slot * len(sizes)]
+        for memory in (
+            rng.integers(0, 256, slot * len(sizes) + 64, dtype=np.uint8),
+            np.zeros(slot * len(sizes) + 64, np.uint8),
+        )
+    )
+    order, skews = rng.permutation(len(sizes)), rng.choice([0, 0, 0, 4], len(sizes))
+    expected = target.copy()
+    for i, size in enumerate(sizes.tolist()):
+        to, start = i * slot + int(skews[i]), int(order[i]) * slot
+        expected[to : to + size] = source[start : start + size]
+    places = np.arange(len(sizes), dtype=np.int64) * slot + skews
+    copy(target.ctypes.data + places, source.ctypes.data + order.astype(np.int64) * slot, sizes)
+    np.testing.assert_array_equal(target, expected)
+
+
 def test_nothing_to_copy(copy: CopyFunction) -> None:
     copy(int64s(), int64s(), int64s())
 

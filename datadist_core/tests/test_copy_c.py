@@ -7,6 +7,7 @@ undefined behaviour ends it.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -31,7 +32,9 @@ def build(compiler: list[str], target: Path, *flags: str, sources: list[Path] = 
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    # Sanitizers must be loaded first. vLLM, once imported in this process, has its children preload other libraries.
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False, env=env)
 
 
 def native() -> list[str]:

@@ -19,6 +19,7 @@ from datadist_core import (
     LLMStatusCode,
     Placement,
 )
+from datadist_core.testing.ports import free_port
 from datadist_core.tests.core_ends import (
     POOL_BYTES,
     cluster_info,
@@ -478,11 +479,3 @@ def test_views_outlive_the_manager():
     end.finalize()
     del end, cache
     np.testing.assert_array_equal(view, kept)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

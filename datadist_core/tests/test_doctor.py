@@ -38,7 +38,7 @@ from datadist_core.wire.codec import MAGIC, PREAMBLE
 
 ROOT = Path(datadist_core.__file__).parent.parent
 DOCTOR = (sys.executable, "-m", "datadist_core", "doctor")
-BOUND_S = 90.0
+BOUND_S = 150.0
 PR_CAPBSET_DROP, CAP_IPC_LOCK = 24, 14
 LOW_FILES = f"resource.setrlimit({resource.RLIMIT_NOFILE}, (100, 100))"
 LOW_MEMLOCK = (

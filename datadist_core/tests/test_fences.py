@@ -12,16 +12,19 @@ import pytest
 
 from datadist_core import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMException, LLMStatusCode, Placement
 from datadist_core.cache import keeper
+from datadist_core.errors import ClosedError
 from datadist_core.link import fences
 from datadist_core.testing.parallel import eventually
 from datadist_core.tests.child import Child
 from datadist_core.tests.core_ends import make_end, manager
+from datadist_core.types import Deadline
 
 CHILD_ID = 7
 NUM_BLOCKS, BLOCK_FLOATS = 48, 1 << 18  # 48 MiB: fits into the pool, and takes milliseconds to copy
 DESC = CacheDesc(1, (NUM_BLOCKS, BLOCK_FLOATS), DataType.DT_FLOAT, Placement.HOST)
 BLOCKS = list(range(NUM_BLOCKS))
-ONE_SIDED = pytest.mark.parametrize("backend", ["shm", "cma"])
+#: Each test starts a process; the two backends tell when a peer has ended in ways of their own.
+ONE_SIDED = pytest.mark.parametrize("backend", ["shm", pytest.param("cma", marks=pytest.mark.slow)])
 
 
 @pytest.fixture
@@ -123,6 +126,118 @@ def test_the_callers_own_memory_is_the_callers_to_keep(owner: LLMDataDist, child
     finish(child)
 
 
+# -- wait_fenced: told to whoever holds memory of its own accord
+
+
+def forced(owner: LLMDataDist, child: Child) -> None:
+    owner.unlink_clusters([child.info()], timeout=1000, force=True)
+
+
+def wait_fenced(owner: LLMDataDist, timeout_s: float = 10) -> bool:
+    started_s = time.monotonic()
+    is_fenced = owner.wait_fenced(CHILD_ID, timeout_s)
+    assert time.monotonic() - started_s < timeout_s + 5
+    return is_fenced
+
+
+@ONE_SIDED
+@pytest.mark.parametrize("end_of_the_peer", ["goes on", "is killed"])
+def test_a_stopped_peer_is_fenced_when_it_has_gone_on_or_died(
+    owner: LLMDataDist, child: Child, end_of_the_peer: str
+) -> None:
+    assert wait_fenced(owner, 0)  # a link that is up is not a former one
+    _, array = stop_in_the_middle_of_a_push(owner, child)
+    forced(owner, child)
+    assert not wait_fenced(owner, 0)
+    assert not wait_fenced(owner, 0.05)
+    child.resume() if end_of_the_peer == "goes on" else child.kill()
+    assert wait_fenced(owner)
+    before = array.copy()
+    if end_of_the_peer == "goes on":
+        finish(child)
+    np.testing.assert_array_equal(array, before)
+
+
+@ONE_SIDED
+def test_it_waits_for_a_process_whose_place_another_one_took(
+    owner: LLMDataDist, child: Child, request: pytest.FixtureRequest
+) -> None:
+    stop_in_the_middle_of_a_push(owner, child)
+    with Child(cluster_id=CHILD_ID, backend=request.getfixturevalue("backend")) as successor:
+        assert gets_linked(owner, successor)
+        assert not wait_fenced(owner, 0)
+        child.kill()
+        assert wait_fenced(owner)
+        owner.check_link_status(CHILD_ID)
+
+
+TCP = pytest.mark.parametrize("backend", ["tcp"])
+
+
+@TCP
+def test_over_tcp_the_end_of_the_link_is_enough(owner: LLMDataDist, child: Child) -> None:
+    """The peer is stopped, with bytes of its push in our socket: nobody puts them into memory any more."""
+    _, array = stop_in_the_middle_of_a_push(owner, child)
+    forced(owner, child)
+    assert wait_fenced(owner, 0)
+    before = array.copy()
+    child.resume()
+    finish(child)
+    np.testing.assert_array_equal(array, before)
+
+
+@TCP
+def test_over_tcp_a_pull_that_was_under_way_writes_no_more(owner: LLMDataDist, child: Child) -> None:
+    cache = manager(owner).allocate_blocks_cache(DESC)
+    [array] = cache.numpy()
+    array[:] = 0
+    failed = threading.Event()
+
+    def pull() -> None:
+        try:
+            manager(owner).pull_blocks(BlocksCacheKey(CHILD_ID), cache, BLOCKS, BLOCKS, deadline_s=30)
+        except LLMException:
+            failed.set()
+
+    pulling = threading.Thread(target=pull, name="datadist-test-pull", daemon=True)
+    pulling.start()
+    assert eventually(lambda: array[:, 0].any() or failed.is_set() or not pulling.is_alive(), 10)
+    child.stop()
+    forced(owner, child)
+    assert wait_fenced(owner)
+    before = array.copy()
+    child.resume()
+    pulling.join(10)
+    assert not pulling.is_alive()
+    np.testing.assert_array_equal(array, before)
+
+
+@TCP
+def test_a_former_link_on_which_a_transfer_of_ours_still_runs_is_not_fenced(owner: LLMDataDist, child: Child) -> None:
+    link = owner._open().links.get(CHILD_ID)
+    with link.transferring():
+        forced(owner, child)
+        assert not wait_fenced(owner, 0.02)
+    assert wait_fenced(owner)
+
+
+def test_who_waits_is_told_when_the_end_is_finalized() -> None:
+    waiting = fences.Fences()
+    outcome: list[object] = []
+
+    def wait() -> None:
+        try:
+            outcome.append(waiting.wait(lambda: True, Deadline.after(30)))
+        except ClosedError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=wait, name="datadist-test-wait", daemon=True)
+    thread.start()
+    waiting.close()
+    thread.join(10)
+    assert [type(one) for one in outcome] == [ClosedError]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["shm"])
 def test_negative_control_without_fences_the_next_owner_is_overwritten(
@@ -157,6 +272,7 @@ def test_whoever_waits_for_fences_is_served_at_the_end() -> None:
     waiting = fences.Fences()
     done = threading.Event()
     link = Never()
+    link.is_idle = True
     link.backends = (type("Backend", (), {"is_fenced": lambda self, peer_id: False})(),)
     link.link_id = 1
     waiting.when_fenced([link], done.set)

@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from datadist_core import LLMRole, LLMStatusCode
+from datadist_core.testing.ports import free_port
 from datadist_core.tests.flow_checks import (
     BETWEEN_PROCESSES,
     CHEAP,
@@ -245,7 +246,7 @@ def test_many_clusters_in_one_call(processes, way):
             start_decoder(d, way)
             addresses = [(prompt.cluster_id, prompt.port) for prompt in prompts]
             addresses[3] = (777_777, prompts[3].port)
-            addresses[8] = (prompts[8].cluster_id, _unused_port())
+            addresses[8] = (prompts[8].cluster_id, free_port())
             link = "datadist.link_clusters([cluster(*address) for address in addresses], 10000)"
             overall, each = d.run(link, addresses=addresses)
             assert overall is not OK
@@ -261,12 +262,6 @@ def test_many_clusters_in_one_call(processes, way):
         finally:
             for prompt in prompts:
                 prompt.close()
-
-
-def _unused_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 # -- flow 7

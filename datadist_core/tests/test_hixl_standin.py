@@ -20,15 +20,10 @@ from datadist_core.testing import ascend_standin_types as types_
 from datadist_core.testing.ascend_standin_types import NotPublished
 from datadist_core.testing.ascend_standin_wire import Answer, Hello, receive, send
 from datadist_core.testing.parallel import WAIT_S, eventually
+from datadist_core.testing.ports import free_port
 
 MINE, THEIRS = 11, 22
 MEMORY_BYTES, BLOCK_BYTES = 1 << 16, 64
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class End:
@@ -347,7 +342,7 @@ def test_a_link_is_of_no_use_after_a_transfer_that_timed_out() -> None:
 # -- its signatures are those of the published API, as our own implementation of it has them
 
 #: Arguments that our own API has beyond the published one.
-EXTENSIONS = {"slices", "deadline_s"}
+EXTENSIONS = {"slices", "deadline_s", "link_id"}
 
 
 @pytest.mark.parametrize(

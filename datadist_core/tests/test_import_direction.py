@@ -29,6 +29,7 @@ LAYERS = [
     ["wire"],
     ["link"],
     ["cache"],
+    ["parts"],
     ["datadist"],
     ["__init__"],
 ]

@@ -16,8 +16,12 @@ from collections.abc import Iterator
 import pytest
 
 from datadist_core import BlocksCacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode
+from datadist_core.errors import PeerLost
 from datadist_core.link.heartbeat import MISSED_HEARTBEATS, known_heartbeat
+from datadist_core.link.link import Link
+from datadist_core.link.manager import LinkManager
 from datadist_core.link.process import open_pidfd, this_process
+from datadist_core.link.state import LinkState
 from datadist_core.testing.lossy_network import ADDRESSES, LossyNetwork, why_unavailable
 from datadist_core.testing.parallel import eventually
 from datadist_core.testing.remote import RemoteObject
@@ -264,10 +268,47 @@ def test_a_decoder_that_was_stopped_and_replaced_comes_back() -> None:
             assert new.call("losses") == []
 
 
+def test_a_loss_is_told_also_if_the_peer_is_back_before_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process dies and its successor links at once: between noticing the one and telling of it comes the other."""
+    linked_anew = threading.Event()
+    disconnect = LinkManager._disconnect
+
+    def disconnect_late(self: LinkManager, link: Link) -> None:
+        linked_anew.wait(ONE_HOST_S)
+        disconnect(self, link)
+
+    with make_end(listen="127.0.0.1:0") as server, started(D, None, 60_000) as first:
+        address = server.listen_address
+        assert address is not None
+        assert first.call("link", server.cluster_id, address.host, address.port)[0] == "LLM_SUCCESS"
+        lost = Losses(server)
+        monkeypatch.setattr(server._open().links, "_disconnect", disconnect_late.__get__(server._open().links))
+        old = server._open().links.get(D)
+        os.kill(first.pid, signal.SIGKILL)
+        assert eventually(lambda: old.state is LinkState.DOWN)
+        with end_with(D) as second:
+            must_link(second, server)
+            linked_anew.set()
+            assert lost.after(0) > 0
+            assert [cluster_id for _, cluster_id, _ in lost.seen] == [D]
+            server.check_link_status(D)
+
+
 # -- the end in order
 
 
-def test_peers_of_an_end_that_is_finalized_are_told_so() -> None:
+@pytest.mark.parametrize("peer_closes_first", [False, True])
+def test_peers_of_an_end_that_is_finalized_are_told_so(
+    monkeypatch: pytest.MonkeyPatch, peer_closes_first: bool
+) -> None:
+    close = Link.close
+
+    def close_late(self: Link, reason: LLMException | None = None) -> None:
+        assert not isinstance(reason, PeerLost) or eventually(lambda: self._down_error is not None)
+        close(self, reason)
+
+    if peer_closes_first:
+        monkeypatch.setattr(Link, "close", close_late)
     with make_end(listen="127.0.0.1:0") as server:
         client = make_end()
         must_link(client, server)

@@ -405,6 +405,7 @@ def test_overlapping_region_cannot_be_reached(pair: BackendPair[LocalEnd]) -> No
     assert pair.a.transfer(pair.batch(Op.READ, mine, theirs, [1], [2])).status is CompletionStatus.OK
 
 
+@pytest.mark.slow
 def test_end_of_a_life_leaves_no_thread_of_mooncake(mooncake: None) -> None:
     def live() -> None:
         with BackendPair.in_process(MooncakeBackend) as pair:
@@ -435,6 +436,7 @@ def test_connections_that_were_shut_are_not_used_again(pair: BackendPair[LocalEn
         link.peer.interrupt()
 
 
+@pytest.mark.slow
 @both_ops
 def test_batch_outlives_an_interrupt_that_was_not_meant_for_it(child_pair: BackendPair[ChildEnd], op: Op) -> None:
     pair, batch = child_pair, big_batch(child_pair, op)
@@ -591,6 +593,7 @@ def test_proof_is_of_one_token_and_one_end() -> None:
 # With everything above
 
 
+@pytest.mark.slow
 def test_says_nothing_on_stderr(mooncake: None) -> None:
     """Neither in a normal life, nor when something fails and becomes an exception."""
     result = run_python(

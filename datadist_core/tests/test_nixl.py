@@ -364,6 +364,7 @@ class TestRealAgents:
         with pytest.raises(Unreachable, match="cannot open its plugin UCX here"):
             NixlBackend().open(context(params={"ucx_error_handling_mode": "wrong"}))
 
+    @pytest.mark.slow
     def test_nothing_is_printed_on_standard_output(self, nixl: None) -> None:
         code = (
             "from datadist_core.tests.test_nixl import NixlBackend, context\n"
@@ -374,6 +375,7 @@ class TestRealAgents:
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("tls", ["tcp", "no_such_transport"])
     def test_environment_of_the_user_wins(self, nixl: None, tls: str) -> None:
         """Over our settings of UCX, and over the option."""

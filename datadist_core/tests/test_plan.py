@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +24,8 @@ from datadist_core.transfer.plan import (
     check_items,
     expand,
     expand_side,
+    in_remote_order,
+    merge_parts,
     merge_runs,
 )
 from datadist_core.types import Deadline
@@ -311,3 +314,24 @@ def test_pieces_are_the_whole(sizes: list[int], monkeypatch: pytest.MonkeyPatch)
     assert all(piece.total_bytes < 100 + max(sizes) or len(piece.num_bytes) == 1 for piece in pieces if sizes)
     for name, whole in (("local", places), ("remote", places + 1000), ("num_bytes", values)):
         np.testing.assert_array_equal(np.concatenate([getattr(piece, name) for piece in pieces]), whole)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=12))
+def test_merged_parts_name_the_same_bytes_in_the_same_order(parts: list[tuple[int, int]]) -> None:
+    def places(of: list[tuple[int, int]]) -> list[int]:
+        return [offset + i for offset, size in of for i in range(size)]
+
+    merged = merge_parts(parts)
+    assert places(merged) == places(parts)
+    assert all(first[0] + first[1] != second[0] for first, second in itertools.pairwise(merged))
+
+
+def test_a_permuting_plan_is_few_ranges_at_the_peer() -> None:
+    """What an end serves is whole items in runs, whichever way the asking end has them."""
+    parts = [Slice((token * 4 + head) * 16, (head * 8 + token) * 16, 16) for token in range(8) for head in range(4)]
+    ordered = in_remote_order(parts)
+    assert sorted(ordered, key=repr) == sorted(parts, key=repr)
+    there = [(part.remote_offset, part.num_bytes) for part in ordered]
+    assert merge_parts(there) == [(0, 512)]
+    offsets, sizes = expand_side(np.arange(3, 11), Grid(1, 1, 64, 512, 512, 20), there)
+    assert (offsets.tolist(), sizes.tolist()) == ([64 + 3 * 512], [8 * 512])

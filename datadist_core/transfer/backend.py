@@ -179,8 +179,9 @@ class Backend(ABC):
 
         A peer that copies one-sidedly may have been stopped in the middle of a copy, and go on after its link is gone.
         So such backends answer True only when the peer's own end of the link, or its process, has ended: a backend's
-        `disconnect` lets its peer know only after its own batches have ended. Where this end serves every write, the
-        answer is always True. Never waits. True for peers that were never connected, False while one is.
+        `disconnect` lets its peer know only after its own batches have ended. Where this end receives every write
+        itself, it is True once it does so no more. Never waits. True for peers that were never connected, False while
+        one is; a backend that cannot tell (the default) says True always.
         """
         return True
 

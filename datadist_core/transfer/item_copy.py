@@ -31,6 +31,7 @@ _Function: TypeAlias = "Callable[..., int]"
 _STOPPED, _BAD_LOCAL_ITEM, _BAD_REMOTE_ITEM, _HUNG_UP = 1, 2, 3, 4
 #: So little is copied sooner than the interpreter's lock is given away and got back.
 _QUICK_BYTES = 256 << 10
+_FEW_ITEMS = 512
 
 
 class StopFlag:
@@ -199,6 +200,11 @@ def _address_of(items: ItemList) -> int:
 def as_items(items: ItemList) -> Items:
     """The same as an ndarray, without a copy."""
     return items if isinstance(items, np.ndarray) else np.frombuffer(items, dtype=np.int64)
+
+
+def item_list(items: Items) -> ItemList:
+    """The same in the form that is cheapest to hand on many times."""
+    return array("q", items.tobytes()) if len(items) <= _FEW_ITEMS else items
 
 
 @functools.cache

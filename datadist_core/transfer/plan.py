@@ -110,6 +110,22 @@ class CopyList:
             yield CopyList(self.local[start:end], self.remote[start:end], self.num_bytes[start:end])
 
 
+def in_remote_order(slices: Sequence[Slice]) -> tuple[Slice, ...]:
+    """The same parts of an item, so that neighbours at the peer follow each other: there they are few ranges then."""
+    return tuple(sorted(slices, key=lambda part: part.remote_offset))
+
+
+def merge_parts(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes in the same order: (offset, num_bytes) of an item, each followed by its neighbour made one."""
+    merged: list[tuple[int, int]] = []
+    for offset, num_bytes in parts:
+        if merged and merged[-1][0] + merged[-1][1] == offset:
+            merged[-1] = (merged[-1][0], merged[-1][1] + num_bytes)
+        else:
+            merged.append((offset, num_bytes))
+    return merged
+
+
 def whole_item(item_bytes: int) -> tuple[Slice, ...]:
     return (Slice(0, 0, item_bytes),)
 
@@ -164,12 +180,14 @@ def expand(batch: Batch, local_base: dict[int, int], remote_base: dict[int, int]
         local_base: region id -> what to add to that region's offsets (an address, usually) on this side.
         remote_base: the same for the peer's regions.
     """
+    local = [local_base[pair.local.region_id] + pair.local.offset_bytes for pair in batch.pairs]
+    remote = [remote_base[pair.remote.region_id] + pair.remote.offset_bytes for pair in batch.pairs]
+    if len(batch.pairs) == 1:
+        return _expand_pair(batch, batch.pairs[0], local[0], remote[0])
     # The pairs of a batch nearly always have one shape (the layers of a model): then this is two outer sums.
     shapes = [_pair_shape(pair) for pair in batch.pairs]
     of_shape = {shape: _expand_pair(batch, pair) for shape, pair in dict(zip(shapes, batch.pairs, strict=True)).items()}
     parts = [of_shape[shape] for shape in shapes]
-    local = [local_base[pair.local.region_id] + pair.local.offset_bytes for pair in batch.pairs]
-    remote = [remote_base[pair.remote.region_id] + pair.remote.offset_bytes for pair in batch.pairs]
     if len(of_shape) == 1:
         return _outer(parts[0], local, remote)
     return CopyList(
@@ -180,10 +198,11 @@ def expand(batch: Batch, local_base: dict[int, int], remote_base: dict[int, int]
 
 
 def expand_side(items: Items, grid: Grid, slices: Sequence[tuple[int, int]]) -> tuple[Items, Items]:
-    """One side only: (offsets in the region, sizes) in wire order, neighbouring whole items merged.
+    """One side only: (offsets in the region, sizes) in wire order, neighbours merged.
 
     For whoever serves a streamed request: the bytes are the same whichever way each side merged them.
     """
+    slices = merge_parts(slices)
     if is_whole(grid, slices):
         starts, lengths = merge_runs(items, items)
         return grid.offset_bytes + items[starts] * grid.stride_bytes, lengths * grid.item_bytes
@@ -207,20 +226,20 @@ def _outer(part: CopyList, local: Sequence[int], remote: Sequence[int]) -> CopyL
     )
 
 
-def _expand_pair(batch: Batch, pair: GridPair) -> CopyList:
-    """Ranges of one pair relative to the two grids' first items."""
+def _expand_pair(batch: Batch, pair: GridPair, local_start: int = 0, remote_start: int = 0) -> CopyList:
+    """Ranges of one pair, whose two grids' first items are there."""
     local_items, remote_items, slices = batch.local_items, batch.remote_items, batch.slices
     local_whole = is_whole(pair.local, [(s.local_offset, s.num_bytes) for s in slices])
     remote_whole = is_whole(pair.remote, [(s.remote_offset, s.num_bytes) for s in slices])
     if local_whole and remote_whole:
         starts, lengths = merge_runs(local_items, remote_items)
         return CopyList(
-            local_items[starts] * pair.local.stride_bytes,
-            remote_items[starts] * pair.remote.stride_bytes,
+            local_items[starts] * pair.local.stride_bytes + local_start,
+            remote_items[starts] * pair.remote.stride_bytes + remote_start,
             lengths * pair.local.item_bytes,
         )
-    local_offsets = np.array([s.local_offset for s in slices], dtype=np.int64)
-    remote_offsets = np.array([s.remote_offset for s in slices], dtype=np.int64)
+    local_offsets = np.array([s.local_offset for s in slices], dtype=np.int64) + local_start
+    remote_offsets = np.array([s.remote_offset for s in slices], dtype=np.int64) + remote_start
     sizes = np.array([s.num_bytes for s in slices], dtype=np.int64)
     return CopyList(
         (local_items[:, None] * pair.local.stride_bytes + local_offsets[None, :]).ravel(),

@@ -7,6 +7,8 @@ Control traffic is small and rare; the number of threads does not grow with the 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import ssl
 import threading
 from collections.abc import Callable, Coroutine
@@ -23,6 +25,10 @@ from .channel import Channel
 from .codec import MAX_HELLO_BYTES, MAX_PROOF_BYTES
 
 T = TypeVar("T")
+
+#: asyncio's text for any of them is "Connect call failed".
+_OF_CONNECT = (ConnectionRefusedError, TimeoutError)
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class ControlLoop:
@@ -96,7 +102,9 @@ class ControlLoop:
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise TimedOut(f"no connection to {address} in time{self._hint(error)}") from error
         except OSError as error:
-            raise PeerLost(f"cannot connect to {address}: {error}{self._hint(error)}") from error
+            raise PeerLost(f"cannot connect to {address}: {_reason(error)}{self._hint(error)}") from error
+        except ValueError as error:  # of the resolver: a name that cannot be one (UnicodeError among them)
+            raise PeerLost(f"cannot connect to {str(address)!r}: no such host name: {error}") from error
         return channel
 
     def _hint(self, error: Exception) -> str:
@@ -132,3 +140,10 @@ class ControlLoop:
             for task in tasks:
                 task.cancel()
             self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+
+def _reason(error: OSError) -> str:
+    """What the system says. The address, which is in asyncio's own text, is in ours."""
+    if error.errno is not None and (isinstance(error, _OF_CONNECT) or error.errno in _UNREACHABLE):
+        return f"[Errno {error.errno}] {os.strerror(error.errno)}"
+    return str(error)

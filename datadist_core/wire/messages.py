@@ -130,10 +130,14 @@ class Welcome(Message, frozen=True, tag=True, omit_defaults=True):
 
 
 class Refuse(Message, frozen=True, tag=True, omit_defaults=True):
-    """The link is not made; the text is for the user."""
+    """The link is not made; the text is for the user.
+
+    `cluster_id`: of the sender, to who has asked for another one.
+    """
 
     status: int
     message: str
+    cluster_id: int | None = None
 
 
 class Probed(Message, frozen=True, tag=True, omit_defaults=True):

@@ -14,11 +14,13 @@ Every wait ends at the latest after `--limit-s`. When one end fails, or Ctrl-C i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import json
 import logging
 import queue
+import random
 import re
 import signal
 import socket
@@ -154,10 +156,15 @@ def cluster_info(cluster_id: int, address: llm_datadist.HostPort) -> llm_datadis
 
 
 def free_address() -> llm_datadist.HostPort:
-    """A free address of this host, for an end that has to name it before it listens there."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return llm_datadist.HostPort("127.0.0.1", probe.getsockname()[1])
+    """A free address of this host, for an end that has to name it before it listens there.
+
+    Not one that the system picks: it may pick the same one for anybody's next connection.
+    """
+    for port in random.SystemRandom().sample(range(10_000, 20_000), 1000):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return llm_datadist.HostPort("127.0.0.1", port)
+    raise Failed("no port is free")
 
 
 def pattern(desc: llm_datadist.CacheDesc, seed: int) -> list[Array]:

@@ -176,11 +176,121 @@ def _deepseek_mla_config() -> Any:
     )
 
 
+def _granite_hybrid_config() -> Any:
+    """Mamba2 layers, whose state remembers all of a prompt, between attention layers."""
+    from transformers import GraniteMoeHybridConfig
+
+    return GraniteMoeHybridConfig(
+        vocab_size=258,
+        hidden_size=128,
+        intermediate_size=256,
+        shared_intermediate_size=256,
+        num_hidden_layers=4,
+        layer_types=["mamba", "attention"] * 2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mamba_n_heads=4,
+        mamba_d_head=64,
+        mamba_n_groups=1,
+        mamba_d_state=32,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_chunk_size=32,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        initializer_range=0.3,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        **_tokens(),
+    )
+
+
+def _lfm2_config() -> Any:
+    """Short convolutions, whose state is the last two tokens', between attention layers."""
+    from transformers import Lfm2Config
+
+    return Lfm2Config(
+        vocab_size=258,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention"] * 2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        conv_L_cache=3,
+        conv_dim=256,  # vLLM reads these two, which published models of this kind have
+        block_dim=256,
+        conv_bias=False,
+        block_auto_adjust_ff_dim=False,
+        initializer_range=0.3,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        **_tokens(),
+    )
+
+
+def _gemma3n_config() -> Any:
+    """The last two layers have no KV cache of their own: they read those of the layers before them."""
+    from transformers import Gemma3nTextConfig
+
+    return Gemma3nTextConfig(
+        vocab_size=258,
+        vocab_size_per_layer_input=258,
+        hidden_size=256,
+        hidden_size_per_layer_input=32,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        sliding_window=128,
+        activation_sparsity_pattern=[0.0] * 6,
+        laurel_rank=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        initializer_range=0.3,
+        max_position_embeddings=MAX_POSITIONS,
+        **_tokens(),
+    )
+
+
+def _llama4_chunked_config() -> Any:
+    """Three layers that look back to the last multiple of 64 tokens, and a full one."""
+    from transformers import Llama4TextConfig
+
+    return Llama4TextConfig(
+        vocab_size=258,
+        hidden_size=256,
+        intermediate_size=512,
+        intermediate_size_mlp=512,
+        num_hidden_layers=4,
+        layer_types=["chunked_attention"] * 3 + ["full_attention"],
+        no_rope_layers=[1, 1, 1, 0],
+        attention_chunk_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=8,  # none of these layers
+        moe_layers=[],
+        attn_temperature_tuning=False,
+        initializer_range=0.3,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        **_tokens(),
+    )
+
+
 TINY_MODELS: dict[str, Callable[[], Any]] = {
     "llama": _llama_config,
     "gemma3_hybrid": _gemma3_hybrid_config,
     "deepseek_mla": _deepseek_mla_config,
     "qwen3": _qwen3_config,
+    "granite_hybrid": _granite_hybrid_config,
+    "lfm2": _lfm2_config,
+    "gemma3n": _gemma3n_config,
+    "llama4_chunked": _llama4_chunked_config,
     "kv_heavy": kv_heavy_config,
 }
 
@@ -217,11 +327,39 @@ def _save_random_model(config: Any, directory: Path, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if config.model_type == "gemma3_text":
+    if config.model_type in ("gemma3_text", "gemma3n_text"):
         # Gemma normalizes what each layer adds and enlarges the embedding: unless made smaller, the last token alone
         # decides what comes next, and a wrong KV block goes unseen.
         model.get_input_embeddings().weight.data.mul_(0.1)
     model.save_pretrained(directory)
+
+
+def make_tiny_adapter(directory: str | os.PathLike[str], *, seed: int = 0, rank: int = 8) -> Path:
+    """Write a random LoRA adapter of the attention of the tiny model "llama", in PEFT's format; returns its path.
+
+    It changes the text: also K and V of all tokens, and so their KV cache.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    config, target = _llama_config(), Path(directory).absolute()
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {
+        "q_proj": config.num_attention_heads * config.head_dim,
+        "k_proj": config.num_key_value_heads * config.head_dim,
+        "v_proj": config.num_key_value_heads * config.head_dim,
+    }
+    weights = {}
+    for layer in range(config.num_hidden_layers):
+        for name, size in sizes.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, config.hidden_size, generator=generator) * 0.1
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(size, rank, generator=generator) * 0.1
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(weights, target / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(sizes), "bias": "none"}
+    (target / "adapter_config.json").write_text(json.dumps(settings))
+    return target
 
 
 def _save_byte_tokenizer(directory: Path) -> None:

@@ -30,8 +30,8 @@ from datadist_core import (
     LLMDataDist,
     LLMRole,
     Placement,
-    datadist,
 )
+from datadist_core import parts as parts_module
 from datadist_core.errors import LLMException, PeerLost, ProtocolError
 from datadist_core.link import authentication
 from datadist_core.link.authentication import Authentication
@@ -143,7 +143,7 @@ def _make_end() -> LLMDataDist:
 
 def _make_parts() -> Any:
     """As nothing in them depends on chance, an input means the same in another process."""
-    token = mock.patch.object(datadist, "process_token", return_value=b"p" * 16)
+    token = mock.patch.object(parts_module, "process_token", return_value=b"p" * 16)
     with token, mock.patch.object(secrets, "token_bytes", lambda num_bytes: b"r" * num_bytes):
         parts = _make_end()._open()
     parts.services.register("echo", lambda cluster_id, body: body)

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vllm_datadist.handoff.desk import StepEnds
-from vllm_datadist.handoff.load import LoadEnd
+from vllm_datadist.handoff.parts import GroupEnd
+from vllm_datadist.messages import WorkerNotes
 
 
 class Aggregator:
@@ -17,17 +18,20 @@ class Aggregator:
         self._num_workers = num_workers
         self._failed: set[str] = set()
 
-    def aggregate(self, reports: Mapping[int, StepEnds[LoadEnd]]) -> tuple[set[str], set[str], set[str]]:
-        """(sent, received, failed) of one step."""
+    def aggregate(self, reports: Mapping[int, StepEnds[GroupEnd]]) -> tuple[set[str], set[str], set[str], WorkerNotes]:
+        """(sent, received, failed, what the workers tell the scheduler side) of one step."""
+        notes = WorkerNotes()
         sent: set[str] = set()
         received: set[str] = set()
         for report in reports.values():
             self._count("sent", report.sent, sent)
             self._count("received", report.received, received)
             self._failed |= report.failed
+            if not report.notes.is_empty():
+                notes = notes.aggregate(report.notes)
         failed = self._failed & received
         self._failed -= failed
-        return sent, received, failed
+        return sent, received, failed, notes
 
     def _count(self, kind: str, ids: set[str], complete: set[str]) -> None:
         for request_id in ids:

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_datadist.messages import RequestKey
 
+from .shape import NUM_HEADS
 from .world import Violation
 
 BLOCK_TOKENS = 4
@@ -43,8 +44,8 @@ class Prompt:
         self.num_tokens = num_tokens
         self.token_ids = [family * 1000 + i for i in range(num_tokens)]
 
-    def tags(self, num_tokens: int, rank: int) -> list[int]:
-        base = (rank + 1) * 10**9 + self.family * 10**6
+    def tags(self, num_tokens: int, head: int) -> list[int]:
+        base = (head + 1) * 10**9 + self.family * 10**6
         own = base + (self.num_tokens + 1) * 10**4
         return [base + i if i < self.num_tokens else own + i for i in range(num_tokens)]
 
@@ -58,7 +59,6 @@ class Request:
         prompt: Prompt,
         params: dict[str, Any] | None,
         num_out: int,
-        num_ranks: int,
         done: Callable[[Request], None],
     ) -> None:
         self.request_id = request_id
@@ -71,9 +71,17 @@ class Request:
         self.kv_transfer_params = params
         self.status = STATUS["WAITING"]
         self.blocks: list[int] = []
-        self.tags = [prompt.tags(self.max_tokens, rank) for rank in range(num_ranks)]
+        self.tags = [prompt.tags(self.max_tokens, head) for head in range(NUM_HEADS)]
         self.is_freed = False
+        #: Its blocks are reserved for a load: nobody computes in them.
+        self.awaits_load = False
+        self.num_load_from = 0
+        self.num_preemptions = 0
+        #: How many blocks the workers have been told of; None = never scheduled.
+        self.num_told: int | None = None
+        self.was_preempted = False
         self.load_key: RequestKey | None = None
+        self.is_pushed = False
         self.hold_key: RequestKey | None = None
         self.ticket: dict[str, Any] | None = None
         self.done = done

@@ -11,11 +11,16 @@ from typing import Any
 
 from vllm_datadist.handoff.lease import LEASE_TABLE
 from vllm_datadist.handoff.load import LOAD_TABLE
+from vllm_datadist.handoff.offer import OFFER_TABLE
+from vllm_datadist.handoff.parts import GROUP_TABLE
+from vllm_datadist.handoff.push import PUSH_TABLE
 from vllm_datadist.handoff.renewal import RENEWAL_TABLE
 from vllm_datadist.handoff.request import REQUEST_TABLE
 from vllm_datadist.handoff.table import Table
 
-TABLES: tuple[Table[Any, Any, Any], ...] = (LEASE_TABLE, LOAD_TABLE, RENEWAL_TABLE, REQUEST_TABLE)
+TABLES: tuple[Table[Any, Any, Any], ...] = (
+    LEASE_TABLE, LOAD_TABLE, RENEWAL_TABLE, REQUEST_TABLE, GROUP_TABLE, OFFER_TABLE, PUSH_TABLE
+)  # fmt: skip
 Row = tuple[str, str, str]
 
 

@@ -15,20 +15,21 @@ from types import SimpleNamespace
 
 from vllm_datadist.groups import GroupInfo
 from vllm_datadist.handoff.desk import StepEnds, WorkerPlace
-from vllm_datadist.handoff.load import LoadEnd, LoadMachine
-from vllm_datadist.messages import RequestKey, StepWork
+from vllm_datadist.handoff.parts import GroupEnd
+from vllm_datadist.messages import RequestKey, StepWork, WorkerNotes
 from vllm_datadist.scheduler.requests import HandoffTable
 from vllm_datadist.scheduler.side import EngineFacts, SchedulerSide
 
 from .aggregator import Aggregator
 from .blocks import BLOCK_TOKENS, BLOCKS, STATUS, BlockPool, Request
+from .checks import Checks
 from .loader import Read
 from .network import Network
+from .output import scheduler_output
 from .shape import EngineShape
 from .worker import SimWorker
 from .world import Clock, Violation, World
 
-STEP_TOKENS = 16
 GROUP = GroupInfo(0, BLOCK_TOKENS, None, ("layer",))
 _quiet = logging.getLogger("simulation")
 _quiet.setLevel(logging.CRITICAL + 1)
@@ -40,7 +41,7 @@ class Step:
     def __init__(self, scheduled: list[tuple[Request, int, int]], work: StepWork) -> None:
         self.scheduled = scheduled
         self.work = work
-        self.reports: dict[int, StepEnds[LoadEnd]] = {}
+        self.reports: dict[int, StepEnds[GroupEnd]] = {}
         self.freed_later: list[Request] = []
 
 
@@ -54,23 +55,31 @@ class Engine:
         name: str,
         incarnation: int,
         shape: EngineShape,
-        nemesis: Callable[[SimWorker, LoadMachine], None],
+        nemesis: Callable[[SimWorker, object], None],
     ) -> None:
         self.world, self.network, self.name = world, network, name
         self.block_tokens, self.num_blocks = BLOCK_TOKENS, shape.num_blocks
         self.shape = shape
-        #: Called whenever a load has moved on: it may strike at the worst moment.
+        #: Called whenever a machine has moved on: it may strike at the worst moment.
         self.nemesis = nemesis
         self.is_alive = True
         self.pool = BlockPool(shape.num_blocks, shape.caches_prefixes, shape.takes_last)
+        self.checks = Checks(self)
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.held: dict[RequestKey, Request] = {}
         self.load_targets: dict[RequestKey, Request] = {}
-        self.reads_of: dict[RequestKey, dict[int, Read]] = {}
+        #: By (rank here, rank at P).
+        self.reads_of: dict[RequestKey, dict[tuple[int, int], Read]] = {}
+        #: What pushes have really written: (rank, head, token).
+        self.written: dict[RequestKey, set[tuple[int, int, int]]] = {}
+        #: P: requests that are or were pushed, and their transfer ids.
+        self.pushed: dict[RequestKey, Request] = {}
+        self.transfers: dict[RequestKey, str] = {}
         self.num_failed_loads = 0
         self.stops_next = False
+        self._to_preempt: Request | None = None
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._aggregator = Aggregator(shape.tp_size)
@@ -82,6 +91,7 @@ class Engine:
         self.side._handoffs = HandoffTable(shape.limits.max_remembered)
         self.workers = [self._worker(rank, incarnation) for rank in range(shape.tp_size)]
         self.side.set_workers([worker.endpoint for worker in self.workers])
+        world.after(0.0, self.wake)
 
     def _worker(self, rank: int, incarnation: int) -> SimWorker:
         shape, rng = self.shape, self.world.rng
@@ -136,12 +146,21 @@ class Engine:
 
     def _begin_step(self) -> None:
         scheduled = self._schedule()
-        work = self.side.take_work()
+        work = self.side.take_work(scheduler_output(scheduled) if scheduled or len(self.side._pushes) else None)
+        self._note_pushes(work)
         step = self._step = Step(scheduled, work)
         if not work.is_empty():
             self.world.note("%s step: %s", self.name, work)
         for worker in self.workers:
-            self.world.after(self._lag_s(), lambda worker=worker: self._execute(step, worker))  # type: ignore[misc]
+            worker.later(self._lag_s(), lambda worker=worker: self._execute(step, worker))  # type: ignore[misc]
+
+    def _note_pushes(self, work: StepWork) -> None:
+        for opened in work.push_opens:
+            request = self.requests.get(opened.key.request_id)
+            if request is not None:
+                request.is_pushed = True
+                self.pushed[opened.key] = request
+                self.transfers[opened.key] = opened.transfer_id
 
     def _lag_s(self) -> float:
         rng = self.world.rng
@@ -154,41 +173,31 @@ class Engine:
         if not self.is_alive:
             return
         worker.start(step.work)
-        self.world.after(self._lag_s(), lambda: self._forward(step, worker))
+        worker.later(self._lag_s(), lambda: self._forward(step, worker))
 
     def _forward(self, step: Step, worker: SimWorker) -> None:
         if not self.is_alive:
             return
-        rank, memory = worker.place.index, worker.memory
         for request, first, end in step.scheduled:
             if not request.is_freed:
-                self._check_tags(request, rank, memory, first)
-                tags = request.tags[rank]
-                for i in range(first, end):
-                    memory[request.blocks[i // BLOCK_TOKENS]][i % BLOCK_TOKENS] = tags[i]
-        step.reports[rank] = worker.take_ends()
+                self.checks.tags(request, worker, first)
+                for head in worker.heads:
+                    tags, memory = request.tags[head], worker.memory[head]
+                    for i in range(first, end):
+                        memory[request.blocks[i // BLOCK_TOKENS]][i % BLOCK_TOKENS] = tags[i]
+        for chunk in step.work.push_chunks:
+            worker.pusher.computed(chunk.key, chunk.end_token)
+        step.reports[worker.place.index] = worker.take_ends()
         if len(step.reports) == len(self.workers):
             idle = not step.scheduled
             pause_s = self.world.rng.uniform(0.5, 8) * self.shape.idle_step_s if idle else 0.0
             self.world.after(pause_s, lambda: self._update(step))
 
-    def _check_tags(self, request: Request, rank: int, memory: list[list[int]], num_tokens: int) -> None:
-        tags = request.tags[rank]
-        for i in range(0, num_tokens, BLOCK_TOKENS):
-            end = min(i + BLOCK_TOKENS, num_tokens)
-            block = request.blocks[i // BLOCK_TOKENS]
-            if memory[block][: end - i] != tags[i:end]:
-                raise Violation(
-                    "tags",
-                    f"{self.name}.{rank} request {request.request_id}: tokens {i}..{end - 1} in block {block} are "
-                    f"{memory[block][: end - i]}, not {tags[i:end]}",
-                )
-
     # --- scheduling ---
 
     def _schedule(self) -> list[tuple[Request, int, int]]:
         scheduled: list[tuple[Request, int, int]] = []
-        budget = STEP_TOKENS
+        budget = self.shape.step_tokens
         preempted = False
         for request in list(self.running):
             if request.status.name != "RUNNING" or budget <= 0:
@@ -204,14 +213,19 @@ class Engine:
             else:
                 scheduled.append((request, request.num_computed_tokens, end))
                 budget -= end - request.num_computed_tokens
-        if self.running and self.world.rng.random() < self.shape.preempts:
-            victim = self.running[-1]
+        chosen, self._to_preempt = self._to_preempt, None
+        if self.running and (chosen in self.running or self.world.rng.random() < self.shape.preempts):
+            victim = chosen if chosen is not None and chosen in self.running else self.running[-1]
             self._preempt(victim)
             scheduled = [one for one in scheduled if one[0] is not victim]
             preempted = True
         if not preempted:
             self._schedule_waiting(scheduled, budget)
         return scheduled
+
+    def preempt_soon(self, request: Request | None) -> None:
+        """With the next step, if it is running then."""
+        self._to_preempt = request
 
     def _grow(self, request: Request, end: int) -> bool:
         count = -(-end // BLOCK_TOKENS) - len(request.blocks)
@@ -226,6 +240,8 @@ class Engine:
         self.pool.release(request.blocks)
         request.blocks = []
         request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.was_preempted = True
         request.status = STATUS["PREEMPTED"]
         self.waiting.appendleft(request)
 
@@ -253,7 +269,7 @@ class Engine:
             if not self.pool.can_allocate(max(0, -(-end // BLOCK_TOKENS) - have), hits):
                 break
             request.blocks += self.pool.allocate(max(0, -(-end // BLOCK_TOKENS) - have), hits)
-            num_loads = len(self.side._work.loads)
+            num_loads = self._num_loads()
             self.side.update_state_after_alloc(request, [[BLOCKS[i] for i in request.blocks]], num_external)
             self.waiting.popleft()
             request.num_computed_tokens = first
@@ -267,44 +283,40 @@ class Engine:
             budget -= end - first
         self.waiting.extendleft(reversed(skipped))
 
+    def _num_loads(self) -> int:
+        return len(self.side._work.loads) + len(self.side._work.offers)
+
     def _await_load(self, request: Request, num_loads: int) -> None:
         request.status = STATUS["WAITING_FOR_REMOTE_KVS"]
-        loads = self.side._work.loads
-        if len(loads) != num_loads + 1:
+        work = self.side._work
+        if self._num_loads() != num_loads + 1:
             raise Violation("ends", f"{request.request_id} waits for a load that was not given to the workers")
-        request.load_key = loads[-1].key
+        jobs = [job for job in (*work.loads, *work.offers) if job.key.request_id == request.request_id]
+        request.load_key = jobs[-1].key
+        request.awaits_load = True
+        request.num_load_from = jobs[-1].first_token
         self.load_targets[request.load_key] = request
+        if any(job.key == request.load_key for job in work.offers):
+            self.written[request.load_key] = set()
 
     def _promote(self, request: Request) -> bool:
         """As `_update_waiting_for_remote_kv`."""
         if request.request_id not in self._received:
             return False
         self._received.discard(request.request_id)
+        request.awaits_load = False
+        self.checks.nobody_writes(request)
         if request.request_id in self._failed:
             self._failed.discard(request.request_id)
             self.pool.release(request.blocks)
             request.blocks = []
         else:
-            self._check_loaded(request)
+            self.checks.loaded(request)
             self.pool.remember(request, request.num_computed_tokens)
             if request.num_computed_tokens == request.num_tokens:
                 request.num_computed_tokens -= 1
         request.status = STATUS["WAITING"]
         return True
-
-    def _check_loaded(self, request: Request) -> None:
-        """Its KV cache is used from now on: it must have been D's to read, all of it, all the time."""
-        key = request.load_key
-        reads = self.reads_of.get(key, {}) if key is not None else {}
-        for worker in self.workers:
-            read = reads.get(worker.place.index)
-            if read is None or not read.was_protected:
-                raise Violation(
-                    "lease",
-                    f"{self.name}.{worker.place.index} uses what it read for {key} "
-                    f"although the lease {read.job.remote.key if read else ''} was over before the read",
-                )
-            self._check_tags(request, worker.place.index, worker.memory, request.num_computed_tokens)
 
     # --- after a step ---
 
@@ -312,7 +324,7 @@ class Engine:
         if not self.is_alive:
             return
         self._step = None
-        sent, received, failed = self._aggregator.aggregate(step.reports)
+        sent, received, failed, notes = self._aggregator.aggregate(step.reports)
         errors = self._handle_failed(failed)
         for request, first, end in step.scheduled:
             if request.status.name == "RUNNING" and request.num_computed_tokens == first:
@@ -320,7 +332,7 @@ class Engine:
                 self._sampled(request)
         if errors:
             self._finish(errors, "FINISHED_ERROR")
-        self._transfers_finished(sent, received, failed)
+        self._transfers_finished(sent, received, failed, notes)
         for request in step.freed_later:
             self._give_back(request)
         self.wake()
@@ -346,12 +358,15 @@ class Engine:
         if request.num_tokens >= request.max_tokens:
             self._finish([request], "FINISHED_STOPPED")
 
-    def _transfers_finished(self, sent: set[str], received: set[str], failed: set[str]) -> None:
+    def _transfers_finished(self, sent: set[str], received: set[str], failed: set[str], notes: WorkerNotes) -> None:
         """As `_update_from_kv_xfer_finished`, with vLLM's assertions."""
-        if not (sent or received or failed):
+        if not (sent or received or failed) and notes.is_empty():
             return
-        output = SimpleNamespace(finished_sending=sent, finished_recving=received, failed_recving=failed)
+        output = SimpleNamespace(
+            finished_sending=sent, finished_recving=received, failed_recving=failed, kv_connector_worker_meta=notes
+        )
         self.side.update_output(output)
+        sent, received = output.finished_sending or set(), output.finished_recving or set()
         self.world.note("%s reports sent %s received %s failed %s", self.name, sent, received, failed)
         for request_id in sorted(received):
             request = self._known(request_id)
@@ -404,7 +419,7 @@ class Engine:
 
     def _free(self, request: Request) -> None:
         """vLLM lets go of it, and of its blocks (later, if a step that is under way may still write them)."""
-        self._check_may_be_freed(request)
+        self.checks.may_be_freed(request)
         del self.requests[request.request_id]
         if request.hold_key is not None:
             del self.held[request.hold_key]
@@ -417,19 +432,6 @@ class Engine:
     def _give_back(self, request: Request) -> None:
         request.is_freed = True
         self.pool.release(request.blocks)
-
-    def _check_may_be_freed(self, request: Request) -> None:
-        key = request.load_key
-        for worker in self.workers:
-            if key is not None and key in worker.loader.reads:
-                raise Violation(
-                    "blocks", f"{self.name}.{worker.place.index}: the blocks of {key} are freed during its read"
-                )
-            if request.hold_key is not None and worker.truth.protects(request.hold_key):
-                raise Violation(
-                    "blocks",
-                    f"{self.name}.{worker.place.index}: the blocks of {request.hold_key} are freed under lease",
-                )
 
 
 def cluster_id_of(name: str, rank: int, incarnation: int) -> int:

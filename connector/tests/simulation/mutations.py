@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
-
-import pytest
 
 from datadist_core.errors import Cancelled
 from vllm_datadist.handoff import lease
 from vllm_datadist.handoff.desk import StepDesk, StepEnds
 from vllm_datadist.handoff.lease import LEASE_TABLE, LeaseEvent, LeasePhase, Leases
-from vllm_datadist.handoff.load import LOAD_TABLE, Effect, LoadEnd, LoadEvent, LoadMachine, LoadState, LoadTable
+from vllm_datadist.handoff.load import LOAD_TABLE, Effect, LoadEvent, LoadMachine, LoadState
+from vllm_datadist.handoff.parts import GroupEnd, PartTable
 from vllm_datadist.handoff.renewal import RenewalTable, Watched
 from vllm_datadist.handoff.request import REQUEST_TABLE, RequestEvent, RequestState, Tell
 from vllm_datadist.messages import LeaseState, RequestKey
@@ -22,21 +19,8 @@ from vllm_datadist.scheduler.requests import Handoff, HandoffTable
 from vllm_datadist.scheduler.side import SchedulerSide
 
 from . import engine
-
-Patch = pytest.MonkeyPatch
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """`invariants`: which of them may be the first to see it. `calm`: in schedules where nothing else goes wrong."""
-
-    name: str
-    invariants: tuple[str, ...]
-    apply: Callable[[Patch], None]
-
-    @property
-    def calm(self) -> bool | None:
-        return True if self.invariants == ("calm",) else None
+from .mutation import Mutation, Patch
+from .mutations_push import PUSH_MUTATIONS
 
 
 def _expired_answers_held(patch: Patch) -> None:
@@ -89,15 +73,15 @@ def _read_is_repeated_after_it_was_done(patch: Patch) -> None:
 
 
 def _reported_before_the_read_has_ended(patch: Patch) -> None:
-    cancel = LoadTable.cancel
+    cancel = PartTable.cancel
 
-    def cancel_and_report(self: LoadTable, key: RequestKey) -> LoadMachine | None:
-        load = cancel(self, key)
-        if load is not None:
-            self.report(LoadEnd(key, Cancelled("the request is gone")))
-        return load
+    def cancel_and_report(self: PartTable[Any], key: RequestKey) -> list[Any]:
+        cancelled = cancel(self, key)
+        if cancelled:
+            self.fail(key, Cancelled("the request is gone"))
+        return cancelled
 
-    patch.setattr(LoadTable, "cancel", cancel_and_report)
+    patch.setattr(PartTable, "cancel", cancel_and_report)
 
 
 def _unknown_lease_is_taken_as_held(patch: Patch) -> None:
@@ -125,9 +109,9 @@ def _failed_load_is_not_reported(patch: Patch) -> None:
 
 
 def _failed_load_is_reported_as_good(patch: Patch) -> None:
-    def take_ends(self: Any) -> StepEnds[LoadEnd]:
+    def take_ends(self: Any) -> StepEnds[GroupEnd]:
         ends = real(self)
-        return StepEnds(ends.sent, ends.received, set(), ends.loads)
+        return StepEnds(ends.sent, ends.received, set(), ends.loads, ends.pushes, ends.notes)
 
     real = StepDesk.take_ends
     patch.setattr(StepDesk, "take_ends", take_ends)
@@ -164,14 +148,14 @@ def _renewed_only_once(patch: Patch) -> None:
 
 
 def _doubled_report_reaches_vllm(patch: Patch) -> None:
-    take_ends = LoadTable.take_ends
+    take_ends = PartTable.take_ends
 
-    def take_twice(self: Any) -> list[LoadEnd]:
+    def take_twice(self: Any) -> list[GroupEnd]:
         ends = take_ends(self)
         again, self.again = getattr(self, "again", []), ends
         return [*ends, *again]
 
-    patch.setattr(LoadTable, "take_ends", take_twice)
+    patch.setattr(PartTable, "take_ends", take_twice)
     patch.setattr(HandoffTable, "was_reported", lambda self, request_id: False)
 
 
@@ -190,11 +174,6 @@ def _unknown_lease_is_an_error(patch: Patch) -> None:
 
 def _restart_keeps_the_cluster_id(patch: Patch) -> None:
     patch.setattr(engine, "cluster_id_of", lambda name, rank, incarnation: 1 + sum(map(ord, name)) * 100 + rank)
-
-
-def _cancelled_load_waits_for_its_turn(patch: Patch) -> None:
-    take = LoadTable.take
-    patch.setattr(LoadTable, "take", lambda self, load: not load.is_cancelled and take(self, load))
 
 
 MUTATIONS = (
@@ -228,14 +207,12 @@ MUTATIONS = (
     Mutation("an abandoned load is taken for one that goes on", ("leak", "fatal"), _abandoned_load_is_forgotten),
     Mutation("to ask for an unknown lease is an error", ("fatal",), _unknown_lease_is_an_error),
     Mutation("a restarted worker keeps its cluster id", ("lease", "tags"), _restart_keeps_the_cluster_id),
+    *PUSH_MUTATIONS,
 )
-
-#: Too rare for the seeds that all of the others are looked for in.
-RARE = (Mutation("a cancelled load waits for its turn", ("calm",), _cancelled_load_waits_for_its_turn),)
 
 #: Faults that the code once had, found by the simulation: the seed of a schedule that sees each.
 FOUND = {
-    "HELD is said to any reader": 3,
-    "renewals keep a lease for ever": 258,
-    "a cancelled load waits for its turn": 26436,
+    "HELD is said to any reader": 27,
+    "renewals keep a lease for ever": 234,
+    "an offer that was void is never let go": 8,
 }

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_datadist.handoff.load import LoadMachine, LoadState
+from vllm_datadist.handoff.offer import OfferMachine, OfferPhase
+from vllm_datadist.handoff.push import PushMachine, PushPhase
 
 from .blocks import Prompt, Request
 from .engine import Engine
@@ -19,7 +21,15 @@ from .world import Violation, World
 #: Faults end here, and everything must have ended by `QUIET_S`.
 FAULTS_S = 20.0
 QUIET_S = 400.0
-_RARE = (LoadState.PAUSED, LoadState.READ_PAUSED, LoadState.RELINKING)
+_RARE = (
+    LoadState.PAUSED, LoadState.READ_PAUSED, LoadState.RELINKING,
+    OfferPhase.PAUSED, OfferPhase.WITHDRAWING, OfferPhase.FENCING,
+    PushPhase.ASKING, PushPhase.READY, PushPhase.SENDING,
+    PushPhase.RETRACTING, PushPhase.TAKEN_BACK, PushPhase.CUT_OFF, PushPhase.FAILING,
+)  # fmt: skip
+
+
+Machine = LoadMachine | OfferMachine | PushMachine
 
 
 @dataclass(frozen=True)
@@ -34,24 +44,32 @@ class Outcome:
 
 
 class Schedule:
-    """P, one or two Ds, and a router that passes tickets on. `calm`: nothing goes wrong; None = the seed decides."""
+    """P, one or two Ds, and a router that passes tickets on. `calm`: nothing goes wrong; `pushes`: their share.
 
-    def __init__(self, seed: int, trace_length: int = 120, calm: bool | None = None) -> None:
+    None = the seed decides.
+    """
+
+    def __init__(
+        self, seed: int, trace_length: int = 120, calm: bool | None = None, pushes: float | None = None
+    ) -> None:
         self.seed = seed
         self.world = World(seed, trace_length)
         self.rng = self.world.rng
         self.network = Network(self.world)
         is_calm = self.rng.random() < 0.15
         self.is_calm = is_calm if calm is None else calm
-        self.lease_s = self.rng.choice((2.0, 4.0, 8.0))
+        self.lease_s = self.rng.choice((2.0, 4.0, 8.0, 15.0))
+        share = self.rng.choice((0.0, 0.0, 0.5, 1.0))
+        self.pushes = share if pushes is None else pushes
         self.strikes = self.rng.choice((0.0, 0.04, 0.15))
-        self.tp_size = 2 if self.rng.random() < 0.3 else 1
+        self.tp_sizes = self.rng.choice(((1,), (1,), (2,), (1, 2), (1, 2), (1, 2, 4)))
         self.names = ["P", "D", "E"] if self.rng.random() < 0.4 else ["P", "D"]
         self.shapes = {name: self._shape(name) for name in self.names}
         self.engines: dict[str, Engine] = {}
         self.incarnations: dict[str, int] = {}
         self.num_open = 0
         self.num_requests = 0
+        self.num_transfers = 0
         self.num_crashes = 0
         self.open_ids: dict[str, set[str]] = {name: set() for name in self.names}
         self.tickets: dict[str, list[tuple[Prompt, dict[str, Any]]]] = {}
@@ -64,8 +82,9 @@ class Schedule:
     def _shape(self, name: str) -> EngineShape:
         rng, calm = self.rng, self.is_calm
         return EngineShape(
-            num_blocks=rng.choice((10, 16, 32)),
-            tp_size=self.tp_size,
+            # With few blocks P and D may wait for each other until a lease or a deadline ends it: that is not calm.
+            num_blocks=96 if calm else rng.choice((10, 16, 32)),
+            tp_size=rng.choice(self.tp_sizes),
             lease_s=self.lease_s,
             limits=self._limits(),
             recomputes=rng.random() < 0.6,
@@ -73,17 +92,22 @@ class Schedule:
             takes_last=rng.random() < 0.7,
             max_running=rng.choice((1, 2, 4)),
             aborts_at_once=rng.random() < 0.5,
-            step_s=rng.choice((0.01, 0.05)),
-            idle_step_s=rng.choice((0.02, 0.1)),
+            step_s=rng.choice((0.01, 0.05, 0.15)),
+            idle_step_s=rng.choice((0.06, 0.1 if calm else 0.25)),
+            step_tokens=rng.choice((3, 5, 16)),
             stops=0.0 if calm else rng.choice((0.0, 0.01, 0.1)),
-            preempts=rng.choice((0.0, 0.05)),
+            preempts=rng.choice((0.0, 0.05, 0.2)),
         )
 
     def _limits(self) -> Limits:
         rng = self.rng
         if self.is_calm:
-            return Limits(60.0, 10.0, rng.choice((1, 2)), 4096)
-        return Limits(rng.choice((1.0, 3.0, 12.0)), rng.choice((1.0, 4.0)), rng.choice((1, 2)), rng.choice((1, 4096)))
+            return Limits(60.0, 60.0, 10.0, rng.choice((1, 2)), 4096)
+        push_timeout_s = rng.choice((2.0, 6.0, 20.0))
+        return Limits(
+            rng.choice((1.0, 3.0, 12.0)), push_timeout_s, rng.choice((1.0, 4.0)), rng.choice((1, 2)),
+            rng.choice((1, 4096)),
+        )  # fmt: skip
 
     def _start(self, name: str) -> None:
         self.incarnations[name] = self.incarnations.get(name, 0) + 1
@@ -95,9 +119,13 @@ class Schedule:
     def _plan(self) -> None:
         rng = self.rng
         width_s = rng.choice((1.0, FAULTS_S * 0.7))
-        for _ in range(rng.randint(2, 10)):
-            self.world.after(rng.uniform(0, width_s), self._new_handoff)
-        for _ in range(rng.randint(0, 6)):
+        is_mutual = not self.is_calm and self.lease_s == 2.0 and rng.random() < 0.35
+        if is_mutual:
+            self._hand_off_both_ways()
+        for _ in range(0 if is_mutual else rng.randint(2, 10)):
+            kind = self._new_push if rng.random() < self.pushes else self._new_handoff
+            self.world.after(rng.uniform(0, width_s), kind)
+        for _ in range(rng.randint(0, 4)):
             self.world.after(rng.uniform(0, FAULTS_S), self._new_local)
         if self.is_calm:
             self.network.faults = Faults(delay_s=rng.choice((0.001, 0.02, 0.1)))
@@ -120,7 +148,10 @@ class Schedule:
             wakes_late_s=rng.choice((0.0, 0.3, 3.0)),
             delay_s=rng.choice((0.001, 0.01, 0.1)),
         )
-        for kind, most in ((self._crash, 2), (self._cut, 2), (self._jump, 3), (self._outage, 1), (self._drain, 1)):
+        kinds = (
+            (self._crash, 2), (self._cut, 2), (self._jump, 3), (self._outage, 1), (self._drain, 1), (self._stop, 3)
+        )  # fmt: skip
+        for kind, most in kinds:
             for _ in range(rng.randint(0, most) if rng.random() < 0.5 else 0):
                 self.world.after(rng.uniform(0, FAULTS_S), kind)
         self.world.after(FAULTS_S, self._heal)
@@ -133,20 +164,42 @@ class Schedule:
 
     # --- faults ---
 
-    def _strike(self, worker: SimWorker, machine: LoadMachine) -> None:
-        """Something happens just when a load has moved on, most likely in a state that is rare."""
+    def _strike(self, worker: SimWorker, machine: Machine) -> None:
+        """Something happens just when a machine has moved on, most likely in a state that is rare."""
         rng = self.rng
-        chance = self.strikes * (6 if machine.state in _RARE or worker.loader.is_ahead_of_p(machine) else 1)
+        is_load = isinstance(machine, LoadMachine)
+        is_rare = (machine.state if is_load else machine.phase) in _RARE
+        chance = self.strikes * (6 if is_rare or (is_load and worker.loader.is_ahead_of_p(machine)) else 1)
         if rng.random() >= chance or self.world.now > FAULTS_S:
             return
-        engine, request = worker.engine, worker.engine.load_targets.get(machine.job.key)
-        if request is not None and (self.is_calm or rng.random() < 0.5):
+        engine, request = worker.engine, self._request_of(worker.engine, machine)
+        if request is not None and rng.random() < (1.0 if self.is_calm else 0.4):
             self.world.after(rng.random() * 0.1, lambda: engine.abort(request) if engine.is_alive else None)
         elif not self.is_calm:
             left_s = max(0.0, machine.deadline_s - worker.clock()) + 0.01
             overtake = lambda: worker.clock.jump(left_s)  # noqa: E731
-            kind = rng.choice((self._crash, self._cut, self._jump, self._outage, self._drain, overtake, overtake))
-            self.world.after(rng.random() * 0.1, kind)
+            stop = lambda: worker.stop(rng.uniform(0.5, 12))  # noqa: E731
+            preempt = lambda: engine.preempt_soon(request)  # noqa: E731
+            kinds = (self._crash, self._cut, self._jump, self._outage, self._drain, overtake, overtake, stop, stop)
+            part = lambda: self._cut_and_abort(machine)  # noqa: E731
+            pushing = (preempt, preempt, preempt, preempt, part, part)
+            kind = rng.choice((*kinds, *pushing) if isinstance(machine, PushMachine) else kinds)
+            self.world.after(rng.choice((0.0, 0.1)) * rng.random(), kind)
+
+    def _cut_and_abort(self, push: Machine) -> None:
+        """D loses its link to P and gives up one of its requests; others go on."""
+        self._cut()
+        for engine in self.engines.values():
+            for key, request in list(engine.load_targets.items()):
+                if isinstance(push, PushMachine) and key.request_id == push.ref.request.request_id and engine.is_alive:
+                    engine.abort(request)
+
+    def _request_of(self, engine: Engine, machine: Machine) -> Request | None:
+        """Whom it hits if that machine's request is aborted. P's own, in calm, is to come to its end."""
+        if not isinstance(machine, PushMachine):
+            return engine.load_targets.get(machine.key)
+        key = machine.source.key
+        return None if key is None or self.is_calm else engine.pushed.get(key)
 
     def _crash(self) -> None:
         name = self.rng.choice(self.names)
@@ -175,7 +228,7 @@ class Schedule:
         self.network.is_cut = True
         if self.rng.random() < 0.5:
             self.network.cut_all()
-        self.world.after(self.rng.uniform(0.3, 5), self._mend)
+        self.world.after(self.rng.uniform(0.3, 5), lambda: setattr(self.network, "is_cut", False))
 
     def _drain(self) -> None:
         """A P is told to end: no lease lasts longer than a while, then it is gone, and is started again."""
@@ -192,22 +245,33 @@ class Schedule:
 
         self.world.after(limit_s * self.rng.choice((1.0, 1.5, 3.0)), end)
 
-    def _mend(self) -> None:
-        self.network.is_cut = False
-
     def _jump(self) -> None:
         worker = self.rng.choice(self.engines[self.rng.choice(self.names)].workers)
         seconds = self.rng.choice((0.1, 1.0, 3.0, 10.0))
         self.world.note("the clock of %s.%d jumps %g s", worker.engine.name, worker.place.index, seconds)
         worker.clock.jump(seconds)
 
+    def _stop(self) -> None:
+        """A worker does nothing for a while, and goes on with whatever it was at."""
+        worker = self.rng.choice(self.engines[self.rng.choice(self.names)].workers)
+        worker.stop(self.rng.choice((0.5, 4.0, 15.0)) * self.rng.uniform(0.3, 1))
+
     # --- clients ---
 
-    def _new_handoff(self, source: str = "") -> None:
-        prompt = Prompt(self.rng.randint(1, 3), self.rng.randint(2, 18))
-        params = {"do_remote_decode": True, "do_remote_prefill": False}
+    def _new_handoff(self, source: str = "", mode: str = "pull", num_tokens: int = 0) -> None:
+        prompt = Prompt(self.rng.randint(1, 3), num_tokens or self.rng.randint(2, 18))
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_mode": mode}
         source = source or ("P" if self.is_calm or self.rng.random() < 0.7 else self.rng.choice(self.names))
         self._submit(source, prompt, params, 1, lambda request: self._prefilled(source, prompt, request))
+
+    def _hand_off_both_ways(self) -> None:
+        """P and D for each other, with hardly a block to spare: each may hold what the other's queue waits for."""
+        for name in ("P", "D"):
+            self.shapes[name].num_blocks = 10
+            self.engines[name].die()
+            self._start(name)
+            for _ in range(3):
+                self.world.after(self.rng.uniform(0, 0.3), lambda name=name: self._new_handoff(name, num_tokens=18))  # type: ignore[misc]
 
     def _prefilled(self, source: str, prompt: Prompt, request: Request) -> None:
         if request.ticket is None:
@@ -229,12 +293,53 @@ class Schedule:
             other, again_s = rng.choice(others), delay_s + rng.uniform(0, 4)
             self.world.after(again_s, lambda: self._pass_on(other, prompt, ticket, 1))
 
-    def _pass_on(self, name: str, prompt: Prompt, ticket: dict[str, Any], num_children: int) -> None:
-        if self.rng.random() < 0.05:
+    def _new_push(self) -> None:
+        """A router that calls P and D at the same time, or one after the other, in either order."""
+        rng = self.rng
+        if rng.random() < 0.3 or (self.is_calm and self.lease_s < 15):
+            self._new_handoff(mode="push")  # one after the other, with the ticket
+            return
+        prompt = Prompt(rng.randint(1, 3), rng.choice((rng.randint(2, 20), rng.randint(14, 20))))
+        source = "P" if self.is_calm or rng.random() < 0.7 else rng.choice(self.names)
+        self.num_transfers += 1
+        name = f"T{self.num_transfers}"
+        at_p = {"do_remote_decode": True, "transfer_mode": "push", "transfer_id": name}
+        at_d = {
+            "do_remote_prefill": True, "transfer_mode": "push", "transfer_id": name,
+            "remote_host": source, "remote_port": 1,
+        }  # fmt: skip
+        others = [other for other in self.names if other != source]
+        width_s = rng.choice((0.02, 0.3, 2.0)) if self.is_calm else rng.choice((0.02, 0.3, 2.0, 8.0))
+        p_s, d_s = rng.uniform(0, width_s), rng.uniform(0, width_s)
+        odd = 0.0 if self.is_calm else rng.random()
+        if odd < 0.92:
+            self.world.after(p_s, lambda: self._submit(source, prompt, at_p, 1, lambda _: None))
+        if odd < 0.84 or odd > 0.92:
+            self._ask_d(rng.choice(others), prompt, at_d, d_s)
+        if not self.is_calm and rng.random() < 0.15:  # a router that tries again
+            self._ask_d(rng.choice(others), prompt, at_d, d_s + rng.uniform(0, 4))
+        if not self.is_calm and rng.random() < 0.1:
+            self.world.after(p_s + rng.uniform(0, 4), lambda: self._submit(source, prompt, at_p, 1, lambda _: None))
+
+    def _ask_d(self, name: str, prompt: Prompt, params: dict[str, Any], delay_s: float) -> None:
+        num_children = self.rng.choice((1, 1, 1, 2))
+        self.world.after(delay_s, lambda: self._pass_on(name, prompt, params, num_children))
+
+    def _pass_on(self, name: str, prompt: Prompt, params: dict[str, Any], num_children: int) -> None:
+        is_pushed = params.get("datadist") is None
+        if self.rng.random() < 0.05 and not (is_pushed and self.is_calm):
             prompt = Prompt(prompt.family + 10, prompt.num_tokens)
+        if self.rng.random() < 0.1:
+            self._pass_further(name, prompt, params)
+            return
         for _ in range(num_children):
             num_out = self.rng.randint(1, self.rng.choice((4, 4, 16)))
-            self._submit(name, prompt, ticket, num_out, lambda request: None)
+            self._submit(name, prompt, params, num_out, lambda request: None)
+
+    def _pass_further(self, name: str, prompt: Prompt, params: dict[str, Any]) -> None:
+        """What D has taken over it hands on, by itself a P."""
+        both = {**params, "do_remote_decode": True}
+        self._submit(name, prompt, both, 1, lambda request: self._prefilled(name, prompt, request))
 
     def _new_local(self) -> None:
         prompt = Prompt(self.rng.randint(1, 5), self.rng.randint(2, 18))
@@ -260,11 +365,12 @@ class Schedule:
             self.open_ids[name].discard(request_id)
             done(request)
 
-        request = Request(request_id, prompt, params, num_out, self.tp_size, ended)
+        request = Request(request_id, prompt, params, num_out, ended)
         self.open_ids[name].add(request_id)
         self.world.note("%s gets %s, prompt %d/%d, %s", name, request_id, prompt.family, prompt.num_tokens, params)
         engine.submit(request)
-        if self.rng.random() < 0.2:
+        is_p = params is not None and params.get("transfer_mode") == "push" and "do_remote_decode" in params
+        if self.rng.random() < 0.2 and not (self.is_calm and is_p):
             wait_s = self.rng.choice((0.02, 0.2, 2.0, 8.0)) * self.rng.random()
             self.world.after(wait_s, lambda: engine.abort(request) if engine.is_alive else None)
 
@@ -314,9 +420,9 @@ class Schedule:
                 )
 
 
-def run_schedule(seed: int, calm: bool | None = None) -> Outcome:
+def run_schedule(seed: int, calm: bool | None = None, pushes: float | None = None) -> Outcome:
     """Raises Violation."""
-    return Schedule(seed, calm=calm).run()
+    return Schedule(seed, calm=calm, pushes=pushes).run()
 
 
 def check_quiet(engine: Engine) -> None:
@@ -331,6 +437,10 @@ def check_quiet(engine: Engine) -> None:
         "leases": [worker.leases.num_active for worker in engine.workers if worker.leases.num_active],
         "watched": [len(worker.watcher.table) for worker in engine.workers if len(worker.watcher.table)],
         "loads": [worker.place.index for worker in engine.workers if worker.loader.is_busy()],
+        "offers": [worker.place.index for worker in engine.workers if worker.offers.is_busy()],
+        "pushes": [worker.place.index for worker in engine.workers if worker.pusher.is_busy()],
+        "push requests": len(engine.side._pushes),
+        "settling": not engine.side._settling.is_idle,
     }
     leaks = {what: value for what, value in left.items() if value}
     if leaks:

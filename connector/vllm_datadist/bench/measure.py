@@ -3,8 +3,8 @@
 
 One sample is one hand-off of a prompt of k blocks and one token, so that a prefix cache can hold all but one token:
 
-1. P is asked for one token and gives a ticket. Not timed. Then D answers some other short prompt, not timed either:
-   D is awake when the next request comes, as it is in 3.
+1. P is asked for one token, with the salt of 2., and gives a ticket. Not timed. Then D answers some other short
+   prompt, not timed either: D is awake when the next request comes, as it is in 3.
 2. D is asked for one token, with the ticket: `request_ms`. Its prefix cache does not have the prompt, because the
    request carries a cache salt that is new. D gets the KV cache from P and computes one token.
 3. D is asked for the same, without a ticket and with the same salt, three times: `cached_ms`. The KV cache is now in
@@ -206,7 +206,7 @@ class Pair:
 
     def hand_off(self, prompt: Prompt, salt: str) -> Answer:
         """D's answer, of one token. Raises RequestFailed."""
-        ticket = complete(self.prefill_port, prompt.token_ids, 1, ticket=ASK_FOR_TICKET).ticket
+        ticket = complete(self.prefill_port, prompt.token_ids, 1, salt=salt, ticket=ASK_FOR_TICKET).ticket
         if ticket is None:
             raise RequestFailed("P gave no ticket (kv_transfer_params)")
         complete(self.decode_port, SHORT_PROMPT, 1)

@@ -52,12 +52,14 @@ class ServerSetup:
     Attributes:
         block_tokens, num_blocks: of the KV cache.
         max_tokens: longest request.
+        chunk_tokens: most tokens of a step; None = vLLM's default.
     """
 
     model: ServedModel
     block_tokens: int
     num_blocks: int
     max_tokens: int
+    chunk_tokens: int | None = None
 
     @property
     def kv_cache_gib(self) -> int:
@@ -156,7 +158,7 @@ def free_port() -> int:
 
 
 def _command(port: int, setup: ServerSetup, transfer: Mapping[str, Any]) -> list[str]:
-    options = {
+    options: dict[str, object] = {
         "--host": HOST,
         "--port": port,
         "--model": setup.model.path,
@@ -167,6 +169,8 @@ def _command(port: int, setup: ServerSetup, transfer: Mapping[str, Any]) -> list
         "--max-model-len": setup.max_tokens,
         "--kv-transfer-config": json.dumps(dict(transfer)),
     }
+    if setup.chunk_tokens is not None:
+        options["--max-num-batched-tokens"] = setup.chunk_tokens
     flat = [str(part) for option in options.items() for part in option]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *flat]
 

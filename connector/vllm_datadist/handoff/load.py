@@ -12,7 +12,6 @@ who use it, so the link is dropped only if it is broken. Whatever happens, the w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
 from datadist_core.errors import (
@@ -143,18 +142,23 @@ _TELLING = (*_FINAL, _E.BROKEN, _E.BROKEN_AGAIN, _E.LATE, _E.LATE_AGAIN, _E.FAIL
 
 
 class LoadMachine:
-    """One load. Fed by one driver; `cancel` alone may come from another thread.
+    """One load, or the part of one that comes from one worker of P (`handoff.parts`).
+
+    Fed by one driver; `cancel` alone may come from another thread.
 
     Args:
         job: what to read from where.
         endpoint: P's worker.
         now_s: when it was given.
         timeout_s: from then to its end.
+        num_readers: how many workers of D read from that one worker of P, for this job: goes into every release of
+            it, also when the driver lets go. A worker of P that nobody reads is released at once, by one worker of D.
     """
 
-    def __init__(self, job: LoadJob, endpoint: Endpoint, now_s: float, timeout_s: float) -> None:
+    def __init__(self, job: LoadJob, endpoint: Endpoint, now_s: float, timeout_s: float, num_readers: int = 1) -> None:
         self.job = job
         self.endpoint = endpoint
+        self.num_readers = num_readers
         self.deadline_s = now_s + timeout_s
         self.state = LoadState.QUEUED
         self.error: LLMException | None = None
@@ -170,6 +174,11 @@ class LoadMachine:
     @property
     def is_cancelled(self) -> bool:
         return self._cancelled
+
+    @property
+    def key(self) -> RequestKey:
+        """Whose part it is."""
+        return self.job.key
 
     def started(self, now_s: float) -> tuple[Effect, ...]:
         return self._step(LoadEvent.STARTED, now_s)
@@ -234,61 +243,3 @@ class LoadMachine:
         if now_s >= self.deadline_s and event not in _TELLING:
             return LoadEvent.OVERDUE
         return event
-
-
-@dataclass(frozen=True, slots=True)
-class LoadEnd:
-    """How a load ended. `error` is None if the blocks hold P's KV cache."""
-
-    key: RequestKey
-    error: LLMException | None
-
-
-class LoadTable:
-    """The loads of one worker that have not been reported. Not thread-safe; see `worker.loads`."""
-
-    def __init__(self) -> None:
-        self._loads: dict[RequestKey, LoadMachine] = {}
-        #: Not taken by a driver yet.
-        self._waiting: set[LoadMachine] = set()
-        self._ends: list[LoadEnd] = []
-
-    def __len__(self) -> int:
-        return len(self._loads)
-
-    def add(self, load: LoadMachine) -> bool:
-        """False, and nothing changes, if this key is being loaded."""
-        if load.job.key in self._loads:
-            return False
-        self._loads[load.job.key] = load
-        self._waiting.add(load)
-        return True
-
-    def take(self, load: LoadMachine) -> bool:
-        """Whether the caller is to drive this load: the first who asks.
-
-        That may be who cancels it: a load that waits behind others must not keep blocks at both sides until its turn.
-        """
-        if load not in self._waiting:
-            return False
-        self._waiting.discard(load)
-        return True
-
-    def cancel(self, key: RequestKey) -> LoadMachine | None:
-        """The load, if it is still under way."""
-        load = self._loads.get(key)
-        if load is not None:
-            load.cancel()
-        return load
-
-    def cancel_all(self) -> list[LoadMachine]:
-        return [load for key in list(self._loads) if (load := self.cancel(key)) is not None]
-
-    def report(self, end: LoadEnd) -> None:
-        self._loads.pop(end.key, None)
-        self._ends.append(end)
-
-    def take_ends(self) -> list[LoadEnd]:
-        """Loads that ended since the last call; each exactly once."""
-        ends, self._ends = self._ends, []
-        return ends

@@ -8,7 +8,7 @@ waits for a link here: while there is none, the lease is looked at again soon.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -65,6 +65,7 @@ _EVENT_OF = {
     LeaseState.UNKNOWN: _E.UNKNOWN,
     LeaseState.EXPIRED: _E.LEASE_OVER,
     LeaseState.RELEASED: _E.LEASE_OVER,
+    LeaseState.MISCOUNTED: _E.LEASE_OVER,
 }
 
 
@@ -87,19 +88,27 @@ class RenewalTable:
     """The watched leases of one worker. Not thread-safe; see `worker.renewals`."""
 
     def __init__(self) -> None:
-        self._watched: dict[RequestKey, Watched] = {}
+        #: By request and cluster id: a request may be read from several workers of P.
+        self._watched: dict[RequestKey, dict[int, Watched]] = {}
 
     def __len__(self) -> int:
+        """Requests whose leases are watched."""
         return len(self._watched)
 
     def watch(self, key: RequestKey, remote: RemoteLease, endpoint: Endpoint, now_s: float) -> None:
-        """Renew now and from now on, until `unwatch` or the lease's end."""
-        self.unwatch(key)
-        self._watched[key] = Watched(key, remote, endpoint, now_s)
+        """Renew the lease at this worker of P now and from now on, until `unwatch` or its end.
+
+        Once for each worker that is read. The same one again begins anew.
+        """
+        watched = self._watched.setdefault(key, {})
+        old = watched.get(endpoint.cluster_id)
+        watched[endpoint.cluster_id] = Watched(key, remote, endpoint, now_s)
+        if old is not None:
+            self._step(old, RenewalEvent.UNWATCHED, 0.0)
 
     def unwatch(self, key: RequestKey) -> None:
-        watched = self._watched.get(key)
-        if watched is not None:
+        """At all workers of P."""
+        for watched in list(self._watched.get(key, {}).values()):
             self._step(watched, RenewalEvent.UNWATCHED, 0.0)
 
     def clear(self) -> None:
@@ -109,7 +118,7 @@ class RenewalTable:
     def take_due(self, now_s: float) -> dict[Endpoint, list[Watched]]:
         """Leases to renew now, by peer. Each call's outcome comes back by `no_link`, `unanswered` or `answered`."""
         due: defaultdict[Endpoint, list[Watched]] = defaultdict(list)
-        for watched in self._watched.values():
+        for watched in self._all():
             if watched.due_s <= now_s and watched.state is RenewalState.RESTING:
                 self._step(watched, RenewalEvent.DUE, now_s)
                 due[watched.endpoint].append(watched)
@@ -117,7 +126,7 @@ class RenewalTable:
 
     def next_due_s(self) -> float | None:
         """When to call `take_due` next; None = not before another lease is watched or an outcome came back."""
-        return min((one.due_s for one in self._watched.values() if one.state is RenewalState.RESTING), default=None)
+        return min((one.due_s for one in self._all() if one.state is RenewalState.RESTING), default=None)
 
     def no_link(self, asked: Iterable[Watched], now_s: float) -> None:
         """The link is being made, or could not be made this time."""
@@ -138,5 +147,15 @@ class RenewalTable:
             watched.due_s = min(watched.due_s, now_s + LINK_POLL_S)
         elif event is RenewalEvent.DUE:
             watched.due_s = now_s + watched.period_s
-        if watched.state is RenewalState.ENDED and self._watched.get(watched.key) is watched:
-            del self._watched[watched.key]
+        if watched.state is RenewalState.ENDED:
+            self._forget(watched)
+
+    def _all(self) -> Iterator[Watched]:
+        return (one for of_request in self._watched.values() for one in of_request.values())
+
+    def _forget(self, watched: Watched) -> None:
+        of_request = self._watched.get(watched.key, {})
+        if of_request.get(watched.endpoint.cluster_id) is watched:
+            del of_request[watched.endpoint.cluster_id]
+            if not of_request:
+                del self._watched[watched.key]

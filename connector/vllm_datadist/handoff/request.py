@@ -13,7 +13,10 @@ from .table import Table
 
 
 class RequestState(Enum):
-    """ABANDONED: vLLM has finished it, and keeps its blocks until the load's end is reported."""
+    """ABANDONED: vLLM has finished it, and keeps its blocks until the load's end is reported.
+
+    SETTLED, GONE: by what the workers report. vLLM may hear of it later: see `scheduler.settling`.
+    """
 
     NEW = "new"
     QUEUED = "queued"

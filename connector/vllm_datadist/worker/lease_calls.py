@@ -42,10 +42,19 @@ class LeaseCalls:
         return self._ask(endpoint, RENEW, msgspec.msgpack.encode(Renew(_refs(keys))), len(keys), deadline)
 
     def release(
-        self, endpoint: Endpoint, keys: Sequence[RequestKey], reader: RequestKey, deadline: Deadline
+        self,
+        endpoint: Endpoint,
+        keys: Sequence[RequestKey],
+        reader: RequestKey,
+        deadline: Deadline,
+        num_readers: int = 1,
     ) -> list[LeaseState]:
-        """`reader`: our own request that had, or has, the use of these leases."""
-        body = msgspec.msgpack.encode(Release(_refs(keys), lease_ref(reader)))
+        """`reader`: our own request that had, or has, the use of these leases.
+
+        Args:
+            num_readers: how many workers of our engine release these leases at this worker of P.
+        """
+        body = msgspec.msgpack.encode(Release(_refs(keys), lease_ref(reader), num_readers))
         return self._ask(endpoint, RELEASE, body, len(keys), deadline)
 
     def _ask(self, endpoint: Endpoint, name: str, body: bytes, count: int, deadline: Deadline) -> list[LeaseState]:

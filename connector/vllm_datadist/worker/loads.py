@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs D's loads: does what `handoff.load` says, in threads and on the real clock.
 
-A load runs in one thread from its start to its end: each effect is performed there, and its outcome is the machine's
-next event, so there is no change of threads within a load. Every load ends by its deadline and is reported exactly
-once, whatever happens to it, because vLLM keeps the request's blocks until then.
+A load has a part for each worker of P that this worker needs, each a machine of its own (`handoff.parts`). A part runs
+in one thread from its start to its end: each effect is performed there, and its outcome is the machine's next event, so
+there is no change of threads within it. Every load ends by its deadline and is reported exactly once, whatever happens
+to it, because vLLM keeps the request's blocks until then.
 """
 
 from __future__ import annotations
@@ -12,22 +13,28 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from datadist_core.errors import LLMException
 from datadist_core.types import Deadline
 
-from ..handoff.load import RELINK_PAUSE_S, Effect, LoadEnd, LoadMachine, LoadTable
+from ..counts import Awaited, Mode
+from ..handoff.desk import Sources
+from ..handoff.load import RELINK_PAUSE_S, Effect, LoadMachine
+from ..handoff.parts import PartTable
 from ..messages import Endpoint, LoadJob, ReleaseJob, RequestKey
 from .lease_calls import LeaseCalls
+from .load_book import LoadBook, Stopwatch, place
 from .peers import Peer, PeerDirectory
 from .pulls import Moved
+from .releases import ReleaseRunner
 
 
 class Puller(Protocol):
-    def pull(self, peer: Peer, job: LoadJob, deadline: Deadline) -> list[Moved]: ...
+    def pull(self, peer: Peer, endpoint: Endpoint, job: LoadJob, deadline: Deadline) -> list[Moved]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,70 +56,90 @@ class LoadLimits:
 
 
 class LoadRunner:
-    """Runs loads in its own threads, and releases without a load in one more. Thread-safe."""
+    """Runs loads in its own threads, and releases without a load in others (`releases`). Thread-safe."""
 
     def __init__(
-        self, peers: PeerDirectory, leases: LeaseCalls, puller: Puller, limits: LoadLimits, log: logging.Logger
+        self,
+        peers: PeerDirectory,
+        leases: LeaseCalls,
+        puller: Puller,
+        limits: LoadLimits,
+        log: logging.Logger,
+        book: LoadBook | None = None,
     ) -> None:
         self._peers = peers
         self._leases = leases
         self._puller = puller
         self._limits = limits
         self._log = log
+        self._book = book or LoadBook()
         self._lock = threading.Lock()
-        self._table = LoadTable()
-        self._runs: dict[RequestKey, _LoadRun] = {}
-        self._moved: dict[RequestKey, tuple[Moved, ...]] = {}
+        self._table: PartTable[LoadMachine] = PartTable()
+        self._runs: dict[LoadMachine, _LoadRun] = {}
+        self._moved: dict[RequestKey, list[Moved]] = {}
         self._closing = threading.Event()
         self._load_queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._release_queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [self._thread(f"datadist-load-{i}", self._load_queue) for i in range(limits.num_threads)]
-        self._threads.append(self._thread("datadist-release", self._release_queue))
+        self._releases = ReleaseRunner(peers, leases, limits.link_timeout_s, log)
 
-    def submit_load(self, job: LoadJob, endpoint: Endpoint) -> None:
+    def submit_load(self, job: LoadJob, sources: Sources) -> None:
         """Start a load. The same key again, while it runs, changes nothing."""
-        machine = LoadMachine(job, endpoint, time.monotonic(), self._limits.load_timeout_s)
-        run = _LoadRun(machine, self._peers, self._leases, self._puller, self._log)
+        now_s, timeout_s = time.monotonic(), self._limits.load_timeout_s
+        machines = [LoadMachine(job, source.endpoint, now_s, timeout_s, source.num_readers) for source in sources.read]
+        runs = [
+            _LoadRun(machine, self._peers, self._leases, self._puller, self._log, self._watch(machine))
+            for machine in machines
+        ]
         with self._lock:
-            if self._closing.is_set() or not self._table.add(machine):
+            if not machines:  # a pipeline stage of ours that has no KV cache
+                self._table.fail(job.key, None)
                 return
-            self._runs[job.key] = run
-        self._load_queue.put(lambda: self._run(run))
+            if self._closing.is_set() or not self._table.add(job.key, machines):
+                return
+            self._book.open(job.key, [run.watch for run in runs])
+            self._moved[job.key] = []
+            self._runs.update(zip(machines, runs, strict=True))
+        for run in runs:
+            self._load_queue.put(partial(self._run, run))
 
     def fail_load(self, job: LoadJob, error: LLMException) -> None:
         """Report a load that cannot even be started."""
-        self._report(LoadEnd(job.key, error), ())
+        with self._lock:
+            self._table.fail(job.key, error)
 
-    def submit_release(self, job: ReleaseJob, endpoint: Endpoint) -> None:
-        self._release_queue.put(lambda: self._release_unused(job, endpoint))
+    def submit_release(self, job: ReleaseJob, endpoint: Endpoint, num_readers: int = 1) -> None:
+        """Tell that worker of P that nothing is needed, one of so many workers of ours that do. Never waits."""
+        if not self._closing.is_set():
+            self._releases.submit(job, endpoint, num_readers)
 
     def cancel(self, key: RequestKey) -> None:
         """Nobody wants this load any more: it ends soon; now if it waits for a thread. It is reported all the same."""
         with self._lock:
-            load = self._table.cancel(key)
-            if load is None:
-                return
-            run = self._runs[key]
-            run.cancelled.set()
-            has_not_begun = self._table.take(load)
-        if has_not_begun:
+            waiting = self._wake(self._table.cancel(key))
+        for run in waiting:
             self._drive(run)  # there is nothing to wait for
 
     def take_results(self) -> list[LoadResult]:
         """Loads that ended since the last call; each exactly once."""
         with self._lock:
-            return [LoadResult(end.key, self._moved.pop(end.key, ()), end.error) for end in self._table.take_ends()]
+            ends = self._table.take_ends()
+            self._table.take_settled()  # a load's blocks are safe when it is reported
+            moved = [tuple(self._moved.pop(end.key, ())) for end in ends]
+        return [
+            LoadResult(end.key, bytes_of if end.error is None else (), end.error)
+            for end, bytes_of in zip(ends, moved, strict=True)
+        ]
 
     def close(self) -> None:
         """End all threads. Idempotent."""
         self._closing.set()
         with self._lock:
-            for load in self._table.cancel_all():
-                self._runs[load.job.key].cancelled.set()
+            for machine in self._table.cancel_all():
+                self._runs[machine].cancelled.set()
         for _ in range(self._limits.num_threads):
             self._load_queue.put(None)
-        self._release_queue.put(None)
         deadline = Deadline.after(self._limits.link_timeout_s)
+        self._releases.close(deadline.remaining_s())
         for thread in self._threads:
             thread.join(deadline.remaining_s())
 
@@ -125,8 +152,13 @@ class LoadRunner:
 
     def _work_through(self, jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         while (job := jobs.get()) is not None:
-            if not self._closing.is_set():
+            if self._closing.is_set():
+                continue
+            try:
                 job()
+            except Exception:
+                # A fault of ours, for whoever it was; the thread goes on for the others.
+                self._log.exception("unexpected error in %s", threading.current_thread().name)
 
     def _run(self, run: _LoadRun) -> None:
         with self._lock:
@@ -135,6 +167,11 @@ class LoadRunner:
             self._drive(run)
 
     def _drive(self, run: _LoadRun) -> None:
+        """To its end; then those parts of the same load that wait for a thread in vain, because this one failed."""
+        for waiting in self._driven(run):
+            self._driven(waiting)
+
+    def _driven(self, run: _LoadRun) -> list[_LoadRun]:
         job, request_id = run.machine.job, run.machine.job.key.request_id
         try:
             lets_go = run.to_its_end()
@@ -143,38 +180,41 @@ class LoadRunner:
             # A fault of ours. It must not take the thread along, nor leave vLLM waiting for the request.
             self._log.exception("request %s: unexpected error in a load", request_id)
             lets_go, error = False, LLMException(f"unexpected error: {failure!r}")
+            run.machine.error = error
         if error is not None and not run.machine.is_cancelled:
             self._log.error("request %s: load failed: %s", request_id, error)
         if lets_go and not self._closing.is_set():
-            self.submit_release(ReleaseJob(job.key, job.remote), run.machine.endpoint)
-        self._report(LoadEnd(job.key, error), tuple(run.moved) if error is None else ())
-
-    def _report(self, end: LoadEnd, moved: tuple[Moved, ...]) -> None:
+            self.submit_release(ReleaseJob(job.key, job.remote), run.machine.endpoint, run.machine.num_readers)
         with self._lock:
-            self._runs.pop(end.key, None)
-            self._moved[end.key] = moved
-            self._table.report(end)
+            del self._runs[run.machine]
+            self._moved[job.key] += run.moved
+            return self._wake(self._table.ended(run.machine))
 
-    def _release_unused(self, job: ReleaseJob, endpoint: Endpoint) -> None:
-        deadline = Deadline.after(self._limits.link_timeout_s)
-        try:
-            with self._peers.linked(endpoint, deadline):
-                self._leases.release(endpoint, [job.remote.key], job.key, deadline)
-        except LLMException as error:
-            self._log.info(
-                "request %s: P was not told that nothing is needed (%s); its lease ends by itself",
-                job.key.request_id,
-                error,
-            )
+    def _watch(self, machine: LoadMachine) -> Stopwatch:
+        remote = machine.job.remote
+        return Stopwatch(machine.job.key, Mode.PULL, remote.key.request_id, place(machine.endpoint))
+
+    def _wake(self, cancelled: Sequence[LoadMachine]) -> list[_LoadRun]:
+        """With the lock held: whoever drives these hears of it. Returns those that nobody drives: the caller does."""
+        for machine in cancelled:
+            self._runs[machine].cancelled.set()
+        return [self._runs[machine] for machine in cancelled if self._table.take(machine)]
 
 
 class _LoadRun:
-    """One load's driver: performs what the machine asks for, until it has ended."""
+    """The driver of one part: performs what the machine asks for, until it has ended."""
 
     def __init__(
-        self, machine: LoadMachine, peers: PeerDirectory, leases: LeaseCalls, puller: Puller, log: logging.Logger
+        self,
+        machine: LoadMachine,
+        peers: PeerDirectory,
+        leases: LeaseCalls,
+        puller: Puller,
+        log: logging.Logger,
+        watch: Stopwatch,
     ) -> None:
         self.machine = machine
+        self.watch = watch
         self.cancelled = threading.Event()
         self.moved: list[Moved] = []
         self._peers = peers
@@ -186,6 +226,7 @@ class _LoadRun:
 
     def to_its_end(self) -> bool:
         """Whether P shall be told that nothing is needed."""
+        self.watch.lap(Awaited.THREAD)
         effects = self.machine.started(time.monotonic())
         while Effect.REPORT not in effects:
             self._perform_at_once(effects)
@@ -202,25 +243,32 @@ class _LoadRun:
         try:
             return _PERFORM[effect](self)
         except LLMException as error:
+            self.watch.failed(error)
             return self.machine.failed(error, time.monotonic())
 
     def _reach(self) -> tuple[Effect, ...]:
         self._peer = self._peers.ready(self.machine.endpoint, self._deadline)
+        self.watch.lap(Awaited.LINK)
         return self.machine.linked(time.monotonic())
 
     def _read(self) -> tuple[Effect, ...]:
-        self.moved = self._puller.pull(self._linked_peer(), self.machine.job, self._deadline)
+        machine = self.machine
+        self.moved = self._puller.pull(self._linked_peer(), machine.endpoint, machine.job, self._deadline)
+        self.watch.lap_moved(self.moved)
         return self.machine.read(time.monotonic())
 
     def _ask_release(self) -> tuple[Effect, ...]:
         job, endpoint = self.machine.job, self._linked_peer().endpoint
-        [state] = self._leases.release(endpoint, [job.remote.key], job.key, self._deadline)
+        readers = self.machine.num_readers
+        [state] = self._leases.release(endpoint, [job.remote.key], job.key, self._deadline, readers)
+        self.watch.lap(Awaited.CONFIRMATION)
         return self.machine.answered(state, time.monotonic())
 
     def _pause(self) -> tuple[Effect, ...]:
         request_id, error = self.machine.job.key.request_id, self.machine.error
         self._log.info("request %s: %s; trying once more", request_id, error)
         self.cancelled.wait(RELINK_PAUSE_S)
+        self.watch.lap(Awaited.LINK)
         return self.machine.pause_over(time.monotonic())
 
     def _linked_peer(self) -> Peer:

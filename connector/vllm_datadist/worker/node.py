@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -13,7 +14,9 @@ from datadist_core import (
     BlocksCacheKey,
     Cache,
     CacheDesc,
+    CacheTask,
     DataType,
+    LayerSynchronizer,
     LLMClusterInfo,
     LLMConfig,
     LLMDataDist,
@@ -22,20 +25,34 @@ from datadist_core import (
     LLMStatusCode,
     Placement,
     TransferReport,
+    TransferWithCacheKeyConfig,
 )
 
 from ..messages import Endpoint
 from .kv_layout import LocalCache
 from .memory import PoolMemory
 from .peers import link_failed
-from .topology import BlockPairs, BlockSlice
+from .planner import BlockCopy, BlockPairs
 
 _PAGE_SHIFT = 16
+#: Longest time for one layer of a push to one worker.
+_LAYER_TIMEOUT_MS = 60_000
 _LINKED = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
 
 
 class ListenError(RuntimeError):
     """The address to listen on cannot be used. The text names it and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A `BlockCopy` from a peer's cache into ours, in the words of the core. `slices` None = whole pages."""
+
+    source: BlocksCacheKey
+    target: Cache
+    source_layers: range
+    target_layers: range
+    slices: tuple[tuple[int, int, int], ...] | None
 
 
 class DataDistNode:
@@ -75,6 +92,7 @@ class DataDistNode:
         config.transfer_backend = backend
         config.global_resource_config = json.dumps(dict(backend_options))
         config.integrity = integrity
+        config.sync_kv_timeout = _LAYER_TIMEOUT_MS
         if security:
             config.security = json.dumps(dict(security))
         if pool_bytes > 0:
@@ -98,9 +116,11 @@ class DataDistNode:
         return PoolMemory(raw.tensor_addrs[0], size_bytes, raw)
 
     def register(self, local: LocalCache) -> Cache:
-        """Let peers read these blocks, under their model id."""
-        desc = CacheDesc(len(local.addresses), (local.num_blocks, local.block_bytes), DataType.DT_INT8, Placement.HOST)
-        key = BlocksCacheKey(self.cluster_id, local.description.model_id)
+        """Let peers read these pages, under their model id."""
+        described = local.description
+        shape = described.num_pages, described.page_bytes
+        desc = CacheDesc(described.num_tensors, shape, DataType.DT_INT8, Placement.HOST)
+        key = BlocksCacheKey(self.cluster_id, described.model_id)
         return self._datadist.cache_manager.register_blocks_cache(
             desc, list(local.addresses), key, remote_accessible=True
         )
@@ -127,25 +147,98 @@ class DataDistNode:
     def call(self, cluster_id: int, name: str, body: bytes, timeout_s: float) -> bytes:
         return self._datadist.call(cluster_id, name, body, timeout_s)
 
-    def pull(
+    def prepare(self, cluster_id: int, copy: BlockCopy, target: Cache) -> Pull:
+        """What all pulls of that copy have in common."""
+        key, slices = BlocksCacheKey(cluster_id, copy.source_model_id), None
+        if copy.slices is not None:
+            slices = tuple((s.target_offset, s.source_offset, s.num_bytes) for s in copy.slices)
+        return Pull(key, target, copy.source_tensors, copy.target_tensors, slices)
+
+    def pull(self, pull: Pull, pairs: BlockPairs, deadline_s: float) -> TransferReport:
+        """Pages of a peer's cache into ours. Returns when they are there; raises LLMException."""
+        return self._datadist.cache_manager.pull_blocks(
+            pull.source,
+            pull.target,
+            pairs.source,
+            pairs.target,
+            src_layer_range=pull.source_layers,
+            dst_layer_range=pull.target_layers,
+            tensor_num_per_layer=1,
+            slices=pull.slices,
+            deadline_s=deadline_s,
+        )
+
+    def push(
         self,
         cluster_id: int,
-        model_id: int,
-        target: Cache,
+        copy: BlockCopy,
+        tensors: range,
+        source: Cache,
         pairs: BlockPairs,
-        slices: Sequence[BlockSlice] | None,
         deadline_s: float,
+        link_id: int | None = None,
     ) -> TransferReport:
-        """Blocks of a peer's cache into ours. Returns when they are there; raises LLMException."""
-        return self._datadist.cache_manager.pull_blocks(
-            BlocksCacheKey(cluster_id, model_id),
-            target,
+        """Pages of `tensors`, some or all source tensors of `copy`, into a peer's cache; over no other link than
+        `link_id`, if it is given.
+
+        Returns when they are there; raises LLMException.
+        """
+        shift = copy.target_tensors.start - copy.source_tensors.start
+        return self._datadist.cache_manager.push_blocks(
+            BlocksCacheKey(cluster_id, copy.target_model_id),
+            source,
+            pairs.source,
+            pairs.target,
+            src_layer_range=tensors,
+            dst_layer_range=range(tensors.start + shift, tensors.stop + shift),
+            tensor_num_per_layer=1,
+            slices=_push_slices(copy),
+            deadline_s=deadline_s,
+            link_id=link_id,
+        )
+
+    def push_layers(
+        self,
+        cluster_id: int,
+        copy: BlockCopy,
+        layers: LayerSynchronizer,
+        source: Cache,
+        pairs: BlockPairs,
+        link_id: int | None = None,
+    ) -> CacheTask:
+        """As `push`, each tensor when `layers` releases it. Returns at once; raises LLMException."""
+        key = BlocksCacheKey(cluster_id, copy.target_model_id)
+        return self._datadist.cache_manager.transfer_cache_async(
+            source,
+            layers,
+            [TransferWithCacheKeyConfig(key, copy.source_tensors, copy.target_tensors)],
             pairs.source,
             pairs.target,
             tensor_num_per_layer=1,
-            slices=None if slices is None else [(s.target_offset, s.source_offset, s.num_bytes) for s in slices],
-            deadline_s=deadline_s,
+            slices=_push_slices(copy),
+            link_id=link_id,
         )
+
+    @property
+    def num_links(self) -> int:
+        """Links that are up, from either side."""
+        return self._datadist.num_links
+
+    def link_id(self, cluster_id: int) -> int | None:
+        """Which link to that peer is up; None without one. A link that is made anew has another."""
+        return self._datadist.link_id(cluster_id)
+
+    def backend_of(self, cluster_id: int) -> str:
+        """How bytes move to or from that peer. Raises LLMException."""
+        return self._datadist.link_info(cluster_id).backend
+
+    def find_cluster(self, host: str, port: int, timeout_s: float) -> int:
+        """The cluster id of who listens there. Raises LLMException."""
+        return self._datadist.find_cluster(host, port, timeout_s)
+
+    def is_fenced(self, cluster_id: int, timeout_s: float) -> bool:
+        """Whether, in time, no link to that cluster that is gone can be written over by it any more."""
+        return self._datadist.wait_fenced(cluster_id, timeout_s)
 
     def close(self) -> None:
         """Idempotent. Links end, the pool is unmapped."""
@@ -157,6 +250,10 @@ def _info(endpoint: Endpoint) -> LLMClusterInfo:
     info.remote_cluster_id = endpoint.cluster_id
     info.append_remote_ip_info(endpoint.host, endpoint.port)
     return info
+
+
+def _push_slices(copy: BlockCopy) -> list[tuple[int, int, int]] | None:
+    return None if copy.slices is None else [(s.source_offset, s.target_offset, s.num_bytes) for s in copy.slices]
 
 
 def _whole_pages(size_bytes: int) -> int:

@@ -21,12 +21,15 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from datadist_core.errors import LinkFailed, LLMException, ParamInvalid, TimedOut
 from datadist_core.types import Deadline
 
 from ..description import Description, Incompatible, check_compatible, decode, encode
 from ..messages import DESCRIBE, Endpoint
+from .planner import PairPlan, plan_pair
+from .topology import PlanError
 
 #: Of the pause before an attempt that follows failures, in seconds: the first, doubled by each failure, the longest.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
@@ -50,12 +53,13 @@ class LinkMaker(Protocol):
     def call(self, cluster_id: int, name: str, body: bytes, timeout_s: float) -> bytes: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Peer:
-    """A linked worker that fits."""
+    """A linked worker that fits. `plan`: what it has for us to read; empty if it holds other layers or heads."""
 
     endpoint: Endpoint
     description: Description
+    plan: PairPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,13 @@ class PeerDirectory:
         self._peers: dict[int, Future[Peer]] = {}
         self._endpoints: dict[int, Endpoint] = {}
         self._troubles: dict[int, _Trouble] = {}
+        #: Of those who call a peer that does not fit; forgotten when nobody does.
+        self._turns: WeakValueDictionary[int, threading.Lock] = WeakValueDictionary()
+
+    @property
+    def ours(self) -> Description:
+        """This worker, as peers see it."""
+        return self._describe()
 
     def prepare(self, endpoint: Endpoint) -> Future[Peer]:
         """The peer, or the attempt to reach it that runs or is started now, maybe after a pause. Never waits."""
@@ -124,7 +135,13 @@ class PeerDirectory:
             future = self._peers[endpoint.cluster_id] = Future()
             self._endpoints[endpoint.cluster_id] = endpoint
         name = f"datadist-reach-{endpoint.host}:{endpoint.port}"
-        threading.Thread(target=self._attempt, args=(endpoint, future, pause_s), name=name, daemon=True).start()
+        attempt = threading.Thread(target=self._attempt, args=(endpoint, future, pause_s), name=name, daemon=True)
+        try:
+            attempt.start()
+        except RuntimeError as error:  # the process has too many; those who wait must hear of it all the same
+            failure = link_failed(endpoint, f"no thread for it ({error}); end others, or raise the limit of threads")
+            self._attempt_failed(endpoint, failure)
+            future.set_exception(failure)
         return future
 
     def ready(self, endpoint: Endpoint, deadline: Deadline) -> Peer:
@@ -136,17 +153,30 @@ class PeerDirectory:
 
     @contextmanager
     def linked(self, endpoint: Endpoint, deadline: Deadline) -> Iterator[None]:
-        """A link for a call that even a peer that does not fit understands. One thread at a time."""
+        """A link for a call that even a peer that does not fit understands: to such a one, one thread at a time."""
         try:
             self.ready(endpoint, deadline)
         except Incompatible:
-            self._maker.link(endpoint, deadline.remaining_s())
-            try:
-                yield
-            finally:
-                self._maker.unlink(endpoint)
+            with self._turn_at(endpoint, deadline):
+                self._maker.link(endpoint, deadline.remaining_s())
+                try:
+                    yield
+                finally:
+                    self._maker.unlink(endpoint)
         else:
             yield
+
+    @contextmanager
+    def _turn_at(self, endpoint: Endpoint, deadline: Deadline) -> Iterator[None]:
+        """Nobody else unlinks meanwhile what is linked for one call."""
+        with self._lock:
+            turn = self._turns.setdefault(endpoint.cluster_id, threading.Lock())
+        if not turn.acquire(timeout=deadline.remaining_s()):
+            raise TimedOut(f"others call {_place(endpoint)}, which does not fit, one by one")
+        try:
+            yield
+        finally:
+            turn.release()
 
     def drop(self, peer: Peer) -> None:
         """Forget this link after trouble on it, unless a fresh one has replaced it already."""
@@ -172,9 +202,15 @@ class PeerDirectory:
         try:
             self._pause(pause_s)
             peer = self._reach(endpoint)
-        except BaseException as error:  # whoever waits must hear of it, whatever it is
+        except LLMException as error:
             self._attempt_failed(endpoint, error)
             future.set_exception(error)
+        except BaseException as error:
+            # Whoever waits must hear of it, whatever it is, and as what they expect: an address, say, that is none.
+            self._log.debug("unexpected error in an attempt at %s", _place(endpoint), exc_info=True)
+            failure = link_failed(endpoint, f"unexpected error: {error!r}")
+            self._attempt_failed(endpoint, failure)
+            future.set_exception(failure)
         else:
             self._reached(endpoint)
             future.set_result(peer)
@@ -198,7 +234,10 @@ class PeerDirectory:
             raise Incompatible(f"refused: {error}") from error
         theirs = decode(reply)
         check_compatible(ours, theirs)
-        return Peer(endpoint, theirs)
+        try:
+            return Peer(endpoint, theirs, plan_pair(theirs, ours))
+        except PlanError as error:
+            raise Incompatible(str(error)) from error
 
     def _attempt_failed(self, endpoint: Endpoint, error: BaseException) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ from datadist_core.errors import LLMException
 from datadist_core.types import Deadline
 
 from ..handoff.renewal import RenewalTable, Watched
-from ..messages import Endpoint, RemoteLease, RequestKey
+from ..messages import Endpoint, LeaseState, RemoteLease, RequestKey
 from .lease_calls import CALL_TIMEOUT_S, LeaseCalls
 from .peers import PeerDirectory
 
@@ -33,7 +33,7 @@ class Renewals:
         self._closed = False
 
     def watch(self, key: RequestKey, remote: RemoteLease, endpoint: Endpoint) -> None:
-        """Renew now and from now on, until `unwatch` or the lease's end."""
+        """Renew at that worker of P now and from now on, until `unwatch` or the lease's end there."""
         with self._changed:
             if self._closed:
                 return
@@ -82,17 +82,27 @@ class Renewals:
         return None
 
     def _renew(self, endpoint: Endpoint, watched: list[Watched]) -> None:
-        future = self._peers.prepare(endpoint)
-        if not future.done() or future.exception() is not None:
-            with self._changed:
-                self._table.no_link(watched, time.monotonic())
-            return
         try:
-            states = self._leases.renew(endpoint, [w.remote.key for w in watched], Deadline.after(CALL_TIMEOUT_S))
+            states = self._ask(endpoint, watched)
         except LLMException as error:
             self._log.info("leases at %s:%d were not renewed: %s", endpoint.host, endpoint.port, error)
             with self._changed:
                 self._table.unanswered(watched, time.monotonic())
+        except Exception:
+            # A fault of ours. The thread goes on for the others, and asks for these again.
+            self._log.exception("leases at %s:%d: unexpected error in a renewal", endpoint.host, endpoint.port)
+            with self._changed:
+                self._table.unanswered(watched, time.monotonic())
         else:
             with self._changed:
-                self._table.answered(watched, states, time.monotonic())
+                if states is None:
+                    self._table.no_link(watched, time.monotonic())
+                else:
+                    self._table.answered(watched, states, time.monotonic())
+
+    def _ask(self, endpoint: Endpoint, watched: list[Watched]) -> list[LeaseState] | None:
+        """None: there is no link yet."""
+        future = self._peers.prepare(endpoint)
+        if not future.done() or future.exception() is not None:
+            return None
+        return self._leases.renew(endpoint, [w.remote.key for w in watched], Deadline.after(CALL_TIMEOUT_S))

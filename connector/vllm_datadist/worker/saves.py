@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ..handoff.lease import Leases, Reader
+from ..handoff.lease import LeaseOutcome, Leases, Reader
 from ..messages import LeaseState, RequestKey
 
 #: How long a call waits for a lease that has not been opened yet.
@@ -49,11 +49,12 @@ class LeaseTable:
             self._await_opened(keys)
             return self._leases.renew(keys)
 
-    def release(self, keys: Sequence[RequestKey], reader: Reader) -> list[LeaseState]:
-        """End each lease; HELD if it was in force all the time. Repeating it gives the same reader the same answer."""
+    def release(self, keys: Sequence[RequestKey], reader: Reader, num_readers: int = 1) -> list[LeaseState]:
+        """`reader`, one of so many, needs each lease no more; HELD if it was in force all the time. With the last one
+        it ends. Repeating it gives the same reader the same answer."""
         with self._changed:
             self._await_opened(keys)
-            states = self._leases.release(keys, reader)
+            states = self._leases.release(keys, reader, num_readers)
             self._changed.notify_all()
             return states
 
@@ -61,6 +62,11 @@ class LeaseTable:
         """Leases that ended since the last call, by release or by time; each exactly once."""
         with self._changed:
             return self._leases.take_finished()
+
+    def take_outcomes(self) -> list[LeaseOutcome]:
+        """How leases ended since the last call."""
+        with self._changed:
+            return self._leases.take_outcomes()
 
     def take_num_expired(self) -> int:
         """Leases that ended by time since the last call."""
@@ -77,6 +83,16 @@ class LeaseTable:
         with self._changed:
             self._changed.wait_for(lambda: self._leases.num_active == 0, timeout=limit_s)
             return self._leases.num_active
+
+    @property
+    def lock(self) -> threading.Condition:
+        """Guards `unlocked`, and whatever else has to change together with it. Notified when a lease may have ended."""
+        return self._changed
+
+    @property
+    def unlocked(self) -> Leases:
+        """The leases themselves: only with `lock` held."""
+        return self._leases
 
     @property
     def num_active(self) -> int:

@@ -8,13 +8,14 @@ exist in every worker; a request decides which is used.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 import torch
 
-from datadist_core.errors import CacheNotExist, ProtocolError
+from datadist_core.errors import CacheNotExist, LLMException, ProtocolError
 
 from ..description import Description, check_compatible, decode, encode
 from ..handoff.desk import StepDesk, StepEnds, WorkerPlace
@@ -32,8 +33,10 @@ from ..messages import (
     RequestKey,
     StepWork,
 )
+from .exchange import PushExchange, PushLimits
 from .kv_layout import LocalCache
 from .lease_calls import LeaseCalls
+from .load_book import LoadBook
 from .loads import LoadLimits, LoadResult, LoadRunner
 from .memory import KvCachePlacement
 from .node import DataDistNode
@@ -41,6 +44,8 @@ from .peers import PeerDirectory
 from .pulls import BlockPuller, RegisteredCache
 from .renewals import Renewals
 from .saves import LeaseTable
+from .shares import SourceBook
+from .step_trace import ForwardTrace
 
 
 class UnsupportedMemory(RuntimeError):
@@ -55,7 +60,16 @@ StepResults = StepEnds[LoadResult]
 class WorkerSide:
     """See the module. The engine's thread calls everything here but the service handlers."""
 
-    def __init__(self, node: DataDistNode, place: WorkerPlace, limits: LoadLimits, log: logging.Logger) -> None:
+    def __init__(
+        self,
+        node: DataDistNode,
+        place: WorkerPlace,
+        limits: LoadLimits,
+        log: logging.Logger,
+        push_limits: PushLimits | None = None,
+    ) -> None:
+        self._push_limits = push_limits or PushLimits()
+        self._exchange: PushExchange | None = None
         self._node = node
         self.place = place
         self._limits = limits
@@ -63,11 +77,13 @@ class WorkerSide:
         self._description: Description | None = None
         self._placement: KvCachePlacement | None = None
         self.leases = LeaseTable()
+        self.book = LoadBook(place.index)
         self._lease_calls = LeaseCalls(node)
         self._peers = PeerDirectory(node, self._describe_ourselves, limits.link_timeout_s, log)
         self._renewals = Renewals(self._peers, self._lease_calls, log)
         self._loads: LoadRunner | None = None
         self._desk: StepDesk[LoadResult] | None = None
+        self._forward = ForwardTrace()
         self._serve()
 
     # --- start ------------------------------------------------------------------------------------------------
@@ -85,17 +101,38 @@ class WorkerSide:
         if self._placement is not None and not self._placement.placed:
             self._log.info("vLLM made its KV cache elsewhere than in the connector's pool: peers cannot map it")
         registered = [RegisteredCache(self._node.register(cache), cache.description) for cache in caches]
-        self._loads = LoadRunner(
-            self._peers, self._lease_calls, BlockPuller(self._node, registered), self._limits, self._log
+        puller = BlockPuller(self._node, registered, description)
+        self._loads = LoadRunner(self._peers, self._lease_calls, puller, self._limits, self._log, self.book)
+        push_limits, link_timeout_s = self._push_limits, self._limits.link_timeout_s
+        self._exchange = PushExchange(
+            self._node,
+            registered,
+            description,
+            self.leases,
+            self._peers,
+            self.place,
+            push_limits,
+            link_timeout_s,
+            self._log,
+            self.book,
         )
-        self._desk = StepDesk(self.place, self.leases, self._renewals, self._loads)
+        offers, pushes = self._exchange.offers, self._exchange.pushes
+        find_sources = SourceBook(description).find_for
+        self._desk = StepDesk(self.place, self.leases, self._renewals, self._loads, offers, pushes, find_sources)
         self._description = description
 
     @property
     def endpoint(self) -> Endpoint:
         """Goes into tickets."""
         place, node = self.place, self._node
-        return Endpoint(place.pp_rank, place.tp_rank, node.host, node.port, node.cluster_id)
+        stages = (0,) if self._description is None else self._description.stages
+        first_layer = stages[place.pp_rank] if place.pp_rank < len(stages) else 0
+        return Endpoint(place.pp_rank, place.tp_rank, node.host, node.port, node.cluster_id, first_layer)
+
+    @property
+    def num_links(self) -> int:
+        """Links of this worker that are up, from either side."""
+        return self._node.num_links
 
     # --- every step -------------------------------------------------------------------------------------------
 
@@ -104,8 +141,28 @@ class WorkerSide:
         if work.drain_s is not None:
             self._log.info("the engine ends: %d hand-offs have %.1f s left", self.leases.num_active, work.drain_s)
             self.leases.end_within(work.drain_s)
+        self._forward.begin(work)
+        if work.workers and self._exchange is not None:
+            self._exchange.set_workers(work.workers)
         if not work.is_empty():
             self._started_desk.start(work)
+
+    def retract(self, work: StepWork) -> None:
+        """Requests have lost their blocks to this step, which has not written to them yet. Never waits."""
+        if self._exchange is not None:
+            self._exchange.pushes.retract(work)
+
+    def layer_computed(self, layer_name: str) -> None:
+        """By this step's forward pass. Costs microseconds."""
+        if self._exchange is not None:
+            self._exchange.progress.computed(layer_name)
+        self._forward.layer(layer_name)
+
+    def step_computed(self) -> None:
+        """All layers are, unless an error ends the step. Never waits."""
+        if self._exchange is not None:
+            self._exchange.progress.end(has_failed=sys.exc_info()[0] is not None)
+        self._forward.end()
 
     def take_results(self) -> StepResults:
         if self._desk is None:
@@ -124,6 +181,8 @@ class WorkerSide:
         self._renewals.close()
         if self._loads is not None:
             self._loads.close()
+        if self._exchange is not None:
+            self._exchange.close()
         self._node.close()
 
     # --- inside -----------------------------------------------------------------------------------------------
@@ -151,11 +210,18 @@ class WorkerSide:
         self._node.serve(DESCRIBE, self._on_describe)
         self._node.serve(RENEW, self._on_renew)
         self._node.serve(RELEASE, self._on_release)
-        self._node.on_link_lost(lambda cluster_id, error: self._peers.lost(cluster_id))
+        self._node.on_link_lost(self._link_lost)
+
+    def _link_lost(self, cluster_id: int, error: LLMException) -> None:
+        self._peers.lost(cluster_id)
+        if self._exchange is not None:
+            self._exchange.link_lost(cluster_id, error)
 
     def _on_describe(self, cluster_id: int, body: bytes) -> bytes:
-        ours = self._describe_ourselves()
-        check_compatible(ours, decode(body))
+        ours, theirs = self._describe_ourselves(), decode(body)
+        check_compatible(ours, theirs)
+        if self._exchange is not None:
+            self._exchange.described(cluster_id, theirs)
         return encode(ours)
 
     def _on_renew(self, cluster_id: int, body: bytes) -> bytes:
@@ -165,7 +231,7 @@ class WorkerSide:
     def _on_release(self, cluster_id: int, body: bytes) -> bytes:
         question = _decode(RELEASE, body, Release)
         reader = Reader(cluster_id, _key(question.reader))
-        return _encode(self.leases.release(_keys(question.leases), reader))
+        return _encode(self.leases.release(_keys(question.leases), reader, question.num_readers))
 
 
 def check_memory(tensors: Mapping[str, torch.Tensor]) -> None:

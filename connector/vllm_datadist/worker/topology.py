@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which bytes of P's blocks belong where in D's: pure planning from two descriptions of the same layer.
+"""Where a worker's KV cache lies, as its peers are told, and which heads of it come from which worker.
 
-A block of a layer holds (head, token, content). Both ends say which heads they hold and how far apart heads and
-tokens lie; the planner pairs layers by name, tokens by position and heads by number, never by index or count. What it
-cannot pair it refuses, naming the field and both values.
+A *blocks cache* is a list of equal tensors, each a row of equal *pages*: what the core moves. A block of vLLM's block
+tables is one page, or several neighbouring ones where the attention kernel works on smaller blocks. A page holds
+(head, token, content) of one layer, or of all layers of the cache one behind the other. How far apart heads and tokens
+lie says each layer by itself, so that head-major, token-major and cross-layer layouts are numbers here, not cases. So
+are kernels that keep K transposed within a block, with the tokens side by side (`Strip`). Where a kernel packs it in a
+way that has no strides, pages can still be moved whole, head by head: that layer has a `packing`.
 
-With blocks of different sizes the tokens fall into pieces, cut at every block boundary of either end. A piece lies in
-one block of each; pieces that lie alike in their blocks are one part of the plan, and each part is one transfer.
-With more ranks than heads several of P's workers hold the same head: `choose_sources` takes each head from one of them.
+Layers are paired by name, tokens by position, heads by their number in the whole model, never by index or count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from datadist_core.errors import LLMException
 from datadist_core.types import LLMStatusCode
+
+#: Beyond these no engine is; what a peer says is not trusted, and planning takes time and memory.
+MAX_TOKENS, MAX_HEADS, MAX_BYTES, MAX_STRIPS, MAX_ITEMS = 1 << 20, 1 << 12, 1 << 48, 64, 1 << 16
 
 
 class PlanError(LLMException):
@@ -31,297 +32,183 @@ class PlanError(LLMException):
     default_code = LLMStatusCode.LLM_PARAM_INVALID
 
 
-class LayerDescription(msgspec.Struct, frozen=True):
-    """One layer's KV cache as one worker holds it. Travels to the peer when a link is made.
+class Strip(msgspec.Struct, frozen=True):
+    """A part of what is kept of one head of one token: `count` items of `content_bytes`, `stride_bytes` apart.
 
     Attributes:
-        num_blocks: blocks there are.
-        block_tokens: tokens in a block.
-        block_bytes: bytes from a block's first to its last, no gaps to the next.
-        first_head: number, in the whole model, of the first KV head held here.
-        num_heads: heads held here (1 for MLA, whose latent is the same on all ranks).
-        head_stride_bytes, token_stride_bytes: distance of neighbouring heads and tokens in a block.
-        content_bytes: bytes of one head of one token.
+        offset_bytes: of the first item of token 0, from where the head begins.
+        token_stride_bytes: to the same item of the next token of the page.
     """
 
-    layer_name: str
-    num_blocks: int
-    block_tokens: int
-    block_bytes: int
-    first_head: int
-    num_heads: int
-    head_stride_bytes: int
+    offset_bytes: int
+    count: int
+    stride_bytes: int
     token_stride_bytes: int
     content_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSlice:
-    """Within every paired block: `num_bytes` from `source_offset` of P's block to `target_offset` of D's."""
+class LayerDescription(msgspec.Struct, frozen=True):
+    """Neighbouring KV heads of one layer. A layer whose heads lie in tensors of their own has several of these.
 
-    target_offset: int
-    source_offset: int
-    num_bytes: int
+    Attributes:
+        tensor: of the cache, from 0.
+        offset_bytes: of the first head and token, in each page of that tensor.
+        first_head: number, in the whole model, of the first KV head held here.
+        num_heads: heads held here (1 for MLA, whose latent is the same on all ranks).
+        rank_heads: heads of this layer that this rank holds, all tensors together.
+        total_heads: of the layer in the whole model; 0 = not known, so that only equal ranks can be paired.
+        head_stride_bytes: distance of neighbouring heads in a page.
+        strips: one head of one token, K before V. The same bytes in the same order at both ends, wherever they lie.
+        packing: how a page of a head is packed if no strides describe it; "" = `strips` do.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class PlanPart:
-    """source_blocks[i] -> target_blocks[i], the slices of each."""
-
-    source_blocks: tuple[int, ...]
-    target_blocks: tuple[int, ...]
-    slices: tuple[BlockSlice, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPlan:
-    """All parts together move the heads `first_head` .. `first_head + num_heads - 1`."""
-
-    parts: tuple[PlanPart, ...]
+    layer_name: str
+    tensor: int
+    offset_bytes: int
     first_head: int
     num_heads: int
+    rank_heads: int
+    total_heads: int
+    head_stride_bytes: int
+    strips: tuple[Strip, ...]
+    packing: str = ""
+
+    @property
+    def content_bytes(self) -> int:
+        """Of one head of one token."""
+        return sum(strip.count * strip.content_bytes for strip in self.strips)
+
+    @property
+    def heads(self) -> range:
+        return range(self.first_head, self.first_head + self.num_heads)
+
+    def end_bytes(self, page_tokens: int) -> int:
+        """First byte of a page behind this layer's last."""
+        last_head = (self.num_heads - 1) * self.head_stride_bytes
+        return self.offset_bytes + last_head + max(_end_bytes(strip, page_tokens) for strip in self.strips)
 
 
-@dataclass(frozen=True, slots=True)
-class HeadSource:
-    """These heads come from the worker at `index` of the list of P's workers."""
+class CacheDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """One blocks cache: layers of one KV cache group. `model_id` is its key at the core.
 
-    index: int
-    first_head: int
-    num_heads: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """`num_tokens` tokens from `source_token` of a source block on, and from `target_token` of a target block."""
-
-    source_token: int
-    target_token: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPairs:
-    """Blocks paired by token position."""
-
-    source: tuple[int, ...]
-    target: tuple[int, ...]
-
-
-def choose_sources(
-    target: LayerDescription, sources: Sequence[LayerDescription], spread: int = 0
-) -> tuple[HeadSource, ...]:
-    """From which of P's workers each of the target's heads comes: every head exactly once.
-
-    Args:
-        sources: what each of P's workers holds, in any order; descriptions of other layers are passed over.
-        spread: this worker's rank: ranks that need the same heads ask different holders of them.
-
-    Raises:
-        PlanError: nobody holds the layer, or one of the heads.
+    Attributes:
+        group: the place of its group among those whose blocks are transferred, which is that of its block tables.
+        window, chunk, is_state: as in `groups.GroupInfo`. A state is a block of one token here.
+        block_tokens: tokens per entry of the block tables.
+        pages_per_block: block b is the pages b * pages_per_block and following.
+        page_bytes: from the start of a page to the next one's, gaps included.
     """
-    holders = [i for i, source in enumerate(sources) if source.layer_name == target.layer_name]
-    if not holders:
-        raise PlanError(f"layer_name is {target.layer_name} here; the peer has {_names(sources)}")
-    chosen: list[HeadSource] = []
-    for head in range(target.first_head, target.first_head + target.num_heads):
-        holding = [i for i in holders if _holds(sources[i], head)]
-        if not holding:
-            theirs = ", ".join(_heads(sources[i]) for i in holders)
-            raise PlanError(
-                f"layer {target.layer_name}: heads are {_heads(target)} here and {theirs} at the peer: "
-                f"nobody there holds head {head}"
-            )
-        _append_head(chosen, head, holding, spread)
-    return tuple(chosen)
+
+    model_id: int
+    group: int
+    kind: str
+    window: int | None
+    chunk: int | None
+    is_state: bool
+    block_tokens: int
+    pages_per_block: int
+    page_bytes: int
+    num_pages: int
+    num_tensors: int
+    layers: list[LayerDescription]
+
+    @property
+    def page_tokens(self) -> int:
+        return self.block_tokens // self.pages_per_block
 
 
-def plan_layer(
-    source: LayerDescription,
-    target: LayerDescription,
-    source_table: Sequence[int | None],
-    target_table: Sequence[int | None],
-    first_token: int,
-    end_token: int,
-    wanted: HeadSource | None = None,
-) -> LayerPlan:
-    """Plan tokens first_token..end_token-1 of one layer for the heads that both ends hold, or those `wanted` of them.
-
-    Pieces are moved whole, so tokens next to the asked ones in the same piece come along.
-
-    Args:
-        source_table, target_table: block ids by position // block size; None = no block there.
-
-    Raises:
-        PlanError: the descriptions do not fit, or the source lacks a block that the target has.
-    """
-    check_pairable(source, target)
-    first_head, num_heads = shared_heads(source, target)
-    if wanted is not None:
-        first_head, num_heads = wanted.first_head, wanted.num_heads
-    pieces = _pair_pieces(source, target, source_table, target_table, range(first_token, end_token))
-    parts = tuple(
-        PlanPart(pairs.source, pairs.target, _piece_slices(source, target, piece, first_head, num_heads))
-        for piece, pairs in pieces.items()
-    )
-    return LayerPlan(parts, first_head, num_heads)
+def plain(token_stride_bytes: int, content_bytes: int) -> tuple[Strip, ...]:
+    """All of a token's head in one piece."""
+    return (Strip(0, 1, content_bytes, token_stride_bytes, content_bytes),)
 
 
-def check_pairable(source: LayerDescription, target: LayerDescription) -> None:
-    """Raise PlanError unless the two describe the same layer and share heads."""
-    _check_equal(source, target, "layer_name", "content_bytes")
-    if shared_heads(source, target)[1] < 1:
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Heads of one layer where one worker holds them."""
+
+    cache: CacheDescription
+    layer: LayerDescription
+
+
+def held_layers(caches: Sequence[CacheDescription]) -> Iterator[Held]:
+    return (Held(cache, layer) for cache in caches for layer in cache.layers)
+
+
+def check_well_formed(cache: CacheDescription) -> None:
+    """Raise PlanError for what no worker can mean: every byte it describes lies in its page."""
+    sizes = (cache.block_tokens, cache.pages_per_block, cache.page_bytes, cache.num_pages, cache.num_tensors)
+    is_sane = min(sizes) >= 1 and cache.block_tokens <= MAX_TOKENS and cache.page_bytes <= MAX_BYTES
+    if not is_sane or cache.block_tokens % cache.pages_per_block or not 0 <= cache.group <= MAX_TOKENS:
         raise PlanError(
-            f"layer {target.layer_name}: heads are {_heads(target)} here and {_heads(source)} at the peer: none shared"
+            f"KV cache group {cache.group}: {cache.block_tokens} tokens in {cache.pages_per_block} pages of "
+            f"{cache.page_bytes} bytes is no blocks cache"
         )
+    for layer in cache.layers:
+        if not _is_well_formed(layer, cache):
+            raise PlanError(f"layer {layer.layer_name}: does not lie in pages of {cache.page_bytes} bytes: {layer}")
 
 
-def check_layers(source: LayerDescription, target: LayerDescription) -> None:
-    """Raise PlanError unless `block_slices` can pair them: as `check_pairable`, with blocks of one size."""
-    _check_equal(source, target, "layer_name", "block_tokens", "content_bytes")
-    check_pairable(source, target)
+def _is_well_formed(layer: LayerDescription, cache: CacheDescription) -> bool:
+    return (
+        0 <= layer.tensor < cache.num_tensors
+        and 0 <= layer.first_head <= MAX_HEADS
+        and 1 <= layer.num_heads <= layer.rank_heads <= MAX_HEADS
+        and 0 <= layer.total_heads <= MAX_HEADS
+        and layer.offset_bytes >= 0
+        and layer.head_stride_bytes >= 1
+        and 1 <= len(layer.strips) <= MAX_STRIPS
+        and all(_is_strip(strip) for strip in layer.strips)
+        and layer.end_bytes(cache.page_tokens) <= cache.page_bytes
+    )
 
 
-def _check_equal(source: LayerDescription, target: LayerDescription, *names: str) -> None:
-    for name in names:
-        ours, theirs = getattr(target, name), getattr(source, name)
-        if ours != theirs:
-            raise PlanError(f"layer {target.layer_name}: {name} is {ours} here and {theirs} at the peer")
+def _is_strip(strip: Strip) -> bool:
+    strides = strip.stride_bytes, strip.token_stride_bytes
+    return strip.offset_bytes >= 0 and 1 <= strip.count <= MAX_ITEMS and 1 <= strip.content_bytes <= min(strides)
 
 
-def shared_heads(source: LayerDescription, target: LayerDescription) -> tuple[int, int]:
-    """(first head, number of heads) that both hold."""
-    first = max(source.first_head, target.first_head)
-    end = min(source.first_head + source.num_heads, target.first_head + target.num_heads)
-    return first, max(0, end - first)
+def _end_bytes(strip: Strip, page_tokens: int) -> int:
+    last_item = (strip.count - 1) * strip.stride_bytes
+    return strip.offset_bytes + last_item + (page_tokens - 1) * strip.token_stride_bytes + strip.content_bytes
 
 
-def pair_blocks(
-    source_table: Sequence[int | None],
-    target_table: Sequence[int | None],
-    block_tokens: int,
-    first_token: int,
-    end_token: int,
-) -> BlockPairs:
-    """Pair by position. Positions where the target has no block are left out; the source must have all others."""
-    source: list[int] = []
-    target: list[int] = []
-    for position in range(first_token // block_tokens, -(-end_token // block_tokens)):
-        wanted = _at(target_table, position)
-        if wanted is None:
-            continue
-        found = _at(source_table, position)
-        if found is None:
-            raise _lacking(position * block_tokens, (position + 1) * block_tokens, wanted)
-        source.append(found)
-        target.append(wanted)
-    return BlockPairs(tuple(source), tuple(target))
+# --- heads --------------------------------------------------------------------------------------------------------
 
 
-def _pair_pieces(
-    source: LayerDescription,
-    target: LayerDescription,
-    source_table: Sequence[int | None],
-    target_table: Sequence[int | None],
-    tokens: range,
-) -> dict[_Piece, BlockPairs]:
-    """The blocks to pair for each kind of piece. Positions without a target block are left out."""
-    found: dict[_Piece, tuple[list[int], list[int]]] = {}
-    token = tokens.start - tokens.start % _granule(source, target)
-    while token < tokens.stop:
-        piece = _piece_at(token, source.block_tokens, target.block_tokens)
-        wanted = _at(target_table, token // target.block_tokens)
-        if wanted is not None:
-            block = _at(source_table, token // source.block_tokens)
-            if block is None:
-                raise _lacking(token, token + piece.num_tokens, wanted)
-            pair = found.setdefault(piece, ([], []))
-            pair[0].append(block)
-            pair[1].append(wanted)
-        token += piece.num_tokens
-    return {piece: BlockPairs(tuple(blocks), tuple(wanted)) for piece, (blocks, wanted) in found.items()}
+def first_head(num_heads: int, total_heads: int, tp_rank: int, tp_size: int) -> int:
+    """Number of the first of the `num_heads` heads that a rank holds; ranks share a head if there are too few."""
+    if num_heads >= total_heads:
+        return 0
+    if num_heads * tp_size <= total_heads:
+        return tp_rank * num_heads
+    return tp_rank * total_heads // tp_size
 
 
-@lru_cache(maxsize=4096)
-def block_slices(source: LayerDescription, target: LayerDescription) -> tuple[BlockSlice, ...]:
-    """The byte ranges of one block for the shared heads, neighbours merged; one slice if all of a block moves.
+def is_regular(num_heads: int, total_heads: int, tp_size: int) -> bool:
+    """Whether so many heads per rank are all of `total_heads`, an even cut, or one that several ranks share.
 
-    For blocks of one size; see `check_layers`.
+    Else nobody knows which heads these are.
     """
-    first, num_heads = shared_heads(source, target)
-    return _piece_slices(source, target, _Piece(0, 0, target.block_tokens), first, num_heads)
+    if num_heads == total_heads or num_heads * tp_size == total_heads:
+        return True
+    return num_heads == 1 and total_heads > 0 and tp_size % total_heads == 0
 
 
 @lru_cache(maxsize=4096)
-def _piece_slices(
-    source: LayerDescription, target: LayerDescription, piece: _Piece, first_head: int, num_heads: int
-) -> tuple[BlockSlice, ...]:
-    heads = range(first_head, first_head + num_heads)
-    source_offsets = _offsets(source, heads, piece.source_token, piece.num_tokens)
-    target_offsets = _offsets(target, heads, piece.target_token, piece.num_tokens)
-    order = np.argsort(target_offsets, kind="stable")
-    return _merge(source_offsets[order], target_offsets[order], target.content_bytes)
+def holders(head: int, num_heads: int, total_heads: int, tp_size: int) -> tuple[int, ...]:
+    """The ranks that hold this head, where each rank holds `num_heads` of `total_heads`."""
+    starts = ((rank, first_head(num_heads, total_heads, rank, tp_size)) for rank in range(tp_size))
+    return tuple(rank for rank, start in starts if start <= head < start + num_heads)
 
 
-def moves_whole_blocks(slices: tuple[BlockSlice, ...], source: LayerDescription, target: LayerDescription) -> bool:
-    return slices == (BlockSlice(0, 0, target.block_bytes),) and source.block_bytes == target.block_bytes
+def holder_for(head: int, num_heads: int, total_heads: int, tp_size: int, spread: int) -> int | None:
+    """The one rank from which the worker of that `spread` has this head; None if nobody holds it.
+
+    Workers that need the same head have it from different holders. Both ends come to the same answer, each by itself.
+    """
+    ranks = holders(head, num_heads, total_heads, tp_size)
+    return ranks[spread % len(ranks)] if ranks else None
 
 
-def _granule(source: LayerDescription, target: LayerDescription) -> int:
-    """Every piece begins at a multiple of it."""
-    return gcd(source.block_tokens, target.block_tokens)
-
-
-def _piece_at(token: int, source_tokens: int, target_tokens: int) -> _Piece:
-    """The piece that token lies in, from it on."""
-    in_source, in_target = token % source_tokens, token % target_tokens
-    return _Piece(in_source, in_target, min(source_tokens - in_source, target_tokens - in_target))
-
-
-def _offsets(layer: LayerDescription, heads: range, first_token: int, num_tokens: int) -> npt.NDArray[np.int64]:
-    """Offset in a block of every (head, token), heads outermost."""
-    head_offsets = (np.array(heads, dtype=np.int64) - layer.first_head) * layer.head_stride_bytes
-    token_offsets = (np.arange(num_tokens, dtype=np.int64) + first_token) * layer.token_stride_bytes
-    return (head_offsets[:, None] + token_offsets[None, :]).ravel()
-
-
-def _merge(source: npt.NDArray[np.int64], target: npt.NDArray[np.int64], size: int) -> tuple[BlockSlice, ...]:
-    breaks = np.flatnonzero((np.diff(source) != size) | (np.diff(target) != size)) + 1
-    starts = np.concatenate(([0], breaks)).astype(np.int64)
-    counts = np.diff(np.concatenate((starts, [len(source)])))
-    return tuple(
-        BlockSlice(int(target[start]), int(source[start]), int(count) * size)
-        for start, count in zip(starts, counts, strict=True)
-    )
-
-
-def _append_head(chosen: list[HeadSource], head: int, holding: Sequence[int], spread: int) -> None:
-    """With the heads before it, if their holder has this one too."""
-    last = chosen[-1] if chosen else None
-    if last is not None and last.index in holding:
-        chosen[-1] = HeadSource(last.index, last.first_head, last.num_heads + 1)
-    else:
-        chosen.append(HeadSource(holding[spread % len(holding)], head, 1))
-
-
-def _lacking(first_token: int, end_token: int, wanted: int) -> PlanError:
-    return PlanError(
-        f"tokens {first_token}..{end_token - 1}: the target has block {wanted} for them, the source has none"
-    )
-
-
-def _at(table: Sequence[int | None], position: int) -> int | None:
-    return table[position] if position < len(table) else None
-
-
-def _heads(layer: LayerDescription) -> str:
-    return f"{layer.first_head}..{layer.first_head + layer.num_heads - 1}"
-
-
-def _holds(layer: LayerDescription, head: int) -> bool:
-    return layer.first_head <= head < layer.first_head + layer.num_heads
-
-
-def _names(layers: Sequence[LayerDescription]) -> str:
-    names = sorted({layer.layer_name for layer in layers})
-    return f"{names[0]} .. {names[-1]}" if names else "no layers"
+def heads_text(heads: Sequence[int]) -> str:
+    return f"{heads[0]}..{heads[-1]}" if heads else "none"
