@@ -38,6 +38,8 @@ import numpy as np
 
 import datadist_core as llm_datadist
 
+from ._compare import Array, difference, num_bytes
+
 #: Cluster ids where there is one end of each role. With several, prompts come first: 1, 2, ... and then decoders.
 PROMPT, DECODER = 1, 2
 POOL_CONFIG = '{"memory_size": 67108864}'
@@ -51,8 +53,6 @@ TOGETHER_LIMIT_S = 60.0
 GRACE_S = 5.0
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)  # loaded here, because little is allowed between fork and exec
-
-Array = np.ndarray[Any, Any]
 
 
 class Failed(Exception):
@@ -99,11 +99,11 @@ class End:
 
     def check(self, what: str, got: object, want: object) -> None:
         """Compare arrays byte by byte, or other values with ==. Raises Failed if they differ."""
-        difference = _difference(got, want)
-        if difference:
-            raise Failed(f"{what}: {difference}")
+        problem = difference(got, want)
+        if problem:
+            raise Failed(f"{what}: {problem}")
         self.num_checks += 1
-        size = f", {_num_bytes(want)} bytes" if _num_bytes(want) else ""
+        size = f", {num_bytes(want)} bytes" if num_bytes(want) else ""
         self.say(f"checked: {what}{size}")
 
     def check_refused(self, what: str, code: llm_datadist.LLMStatusCode, call: Callable[[], object]) -> None:
@@ -177,28 +177,6 @@ def fill(cache: llm_datadist.Cache, values: Sequence[Array]) -> None:
     """Write one array per tensor into the cache. The views end here, so they do not keep its memory."""
     for tensor, value in zip(cache.numpy(), values, strict=True):
         tensor[:] = value
-
-
-def _num_bytes(value: object) -> int:
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    return sum(map(_num_bytes, value)) if isinstance(value, list | tuple) else 0
-
-
-def _difference(got: object, want: object) -> str | None:
-    """How two values differ, in words; None if they are equal."""
-    if not _num_bytes(want):
-        return None if got == want else f"got {got}, but {want} was expected"
-    left, right = _as_bytes(got), _as_bytes(want)
-    if len(left) != len(right):
-        return f"got {len(left)} bytes, but {len(right)} were expected"
-    num_wrong = int(np.count_nonzero(left != right))
-    return f"{num_wrong} of {len(right)} bytes are wrong (same --seed on both ends?)" if num_wrong else None
-
-
-def _as_bytes(value: Any) -> Array:
-    parts = value if isinstance(value, list | tuple) else [value]
-    return np.concatenate([np.frombuffer(np.ascontiguousarray(part).tobytes(), dtype=np.uint8) for part in parts])
 
 
 # -- what the ends tell one another ------------------------------------------------------------------------------------

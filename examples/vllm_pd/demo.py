@@ -18,7 +18,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,10 +42,10 @@ from .servers import (
     connector_config,
     start_all,
 )
+from .steps import Steps
 
 BLOCK_SIZE = 32
 MAX_TOKENS = 32
-HEARTBEAT_S = 10.0
 METRICS_SETTLE_S = 5.0
 ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL|Traceback)\b")
 
@@ -210,43 +209,6 @@ def ask_decode_alone(decode: HttpService, answer: Answer, salt: str) -> Answer:
 
 
 # -- showing ---------------------------------------------------------------------------------------------------------
-
-
-class Steps:
-    """Shows what is going on and for how long: a spinner on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.detail = ""
-
-    @contextmanager
-    def step(self, title: str) -> Iterator[None]:
-        """Show `title` while the block runs, and its time at the end."""
-        start = time.monotonic()
-        self.detail = ""
-        done = threading.Event()
-        watcher = threading.Thread(target=self._watch, args=(title, start, done), daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            done.set()
-            watcher.join()
-        self.console.print(f"[green]done[/green] {escape(title)} [dim]({time.monotonic() - start:.1f} s)[/dim]")
-
-    def _watch(self, title: str, start: float, done: threading.Event) -> None:
-        if not self.console.is_terminal:
-            self.console.print(f"     {escape(title)} ...")
-            while not done.wait(HEARTBEAT_S):
-                self.console.print(f"     ... {self._line(title, start)}")
-            return
-        with self.console.status(self._line(title, start)) as status:
-            while not done.wait(0.5):
-                status.update(self._line(title, start))
-
-    def _line(self, title: str, start: float) -> str:
-        room = max(20, self.console.width - len(title) - 20)
-        return f"{escape(title)} {time.monotonic() - start:.0f} s [dim]{escape(self.detail[:room])}[/dim]"
 
 
 def results_table(answers: Sequence[Answer]) -> Table:

@@ -21,7 +21,7 @@ from math import lcm
 from typing import Protocol, cast
 
 from .copies import BlockCopy, Share, check_num_slices, copies_of
-from .topology import CacheDescription, Held, LayerDescription, PlanError, heads_text, held_layers, holder_for
+from .topology import CacheDescription, Held, LayerDescription, PlanError, held_layers, holder_for
 
 #: Block ids by position // block size; None = no block there.
 Table = Sequence[int | None]
@@ -210,18 +210,6 @@ def plan_pair(source: End, target: End, by_layer: bool = False) -> PairPlan:
         heads[share.target.layer.layer_name].update(share.heads)
     meetings = tuple(place.meeting(tuple(made)) for place, made in copies.items())
     return PairPlan(meetings, {name: frozenset(numbers) for name, numbers in heads.items()})
-
-
-def lacking_heads(caches: Sequence[CacheDescription], plans: Sequence[PairPlan]) -> str:
-    """What of these layers no plan brings, in words; "" if every head comes from somewhere."""
-    for held in held_layers(caches):
-        layer = held.layer
-        coming: set[int] = set()
-        coming.update(*(plan.heads.get(layer.layer_name, ()) for plan in plans))
-        if not coming.issuperset(layer.heads):
-            theirs = heads_text(sorted(coming))
-            return f"layer {layer.layer_name}: heads are {heads_text(layer.heads)} here and {theirs} at the peer"
-    return ""
 
 
 def fit_errors(ours: End, theirs: End) -> list[str]:
