@@ -15,9 +15,9 @@ TEST_ARGS ?=
 BENCH_ARGS ?=
 # make test-versions VERSIONS="0.30.0 0.31.0"
 VERSIONS ?=
-# Most tests wait more than they compute: two at a time, also on two processors. Servers take both for themselves.
-TEST_JOBS ?= 2
-SIDE_BY_SIDE = -n $(TEST_JOBS) --dist loadscope
+# On two processors. The slow tests wait more than they compute; the fast ones compute. Servers take all for themselves.
+TEST_JOBS ?= 3
+FAST_JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-fast test-versions nightly bench lint docs clean
@@ -34,13 +34,13 @@ demo: venv
 
 # Both parts run, whatever the first one finds. pytest ends with 5 where TEST_ARGS leave it nothing to do.
 test: venv
-	@$(VENV_PYTHON) -m pytest -m "not servers" $(SIDE_BY_SIDE) $(TEST_ARGS); without=$$?; \
+	@$(VENV_PYTHON) -m pytest -m "not servers" -n $(TEST_JOBS) --dist loadscope $(TEST_ARGS); without=$$?; \
 	$(VENV_PYTHON) -m pytest -m "servers" $(TEST_ARGS); with=$$?; \
 	echo "without servers: pytest ended with $$without; with servers: $$with"; \
 	{ [ $$without = 0 ] || [ $$without = 5 ]; } && { [ $$with = 0 ] || [ $$with = 5 ]; } && [ $$without$$with != 55 ]
 
 test-fast: venv
-	@$(VENV_PYTHON) -m pytest -m "not servers and not slow" $(SIDE_BY_SIDE) $(TEST_ARGS)
+	@$(VENV_PYTHON) -m pytest -m "not servers and not slow" -n $(FAST_JOBS) --dist loadscope $(TEST_ARGS)
 
 # Not part of `test`: the first time it installs 3.5 GB per version, in $DATADIST_VERSIONS_DIR or .versions/.
 test-versions:

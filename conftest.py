@@ -6,12 +6,13 @@ from __future__ import annotations
 import gc
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 #: Files whose tests import vLLM, which takes as long as most files: one worker of pytest-xdist runs them all.
-USE_VLLM = tuple(f"connector/tests/test_{name}.py" for name in ("caches_engine", "life", "stats"))
+USE_VLLM = tuple(f"connector/tests/test_{name}.py" for name in ("caches_engine", "interior", "life", "stats"))
 ALL_SLOW = re.compile(r"^pytestmark = pytest\.mark\.slow\b", re.MULTILINE)
 VLLM_AT_COLLECTION = pytest.StashKey[bool]()
 
@@ -21,6 +22,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if "not slow" not in config.option.markexpr or not collection_path.match("test_*.py"):
         return None
     return True if ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For several workers: files of slow tests first, so that none begins a long one when the others have ended."""
+    if not hasattr(config, "workerinput"):
+        return
+    of_file, slow_of_file = Counter(item.path for item in items), Counter()
+    for item in items:
+        slow_of_file[item.path] += item.get_closest_marker("slow") is not None
+    items.sort(key=lambda item: (-slow_of_file[item.path] / of_file[item.path], -of_file[item.path], str(item.path)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -35,9 +47,10 @@ def vllm_at_collection(request: pytest.FixtureRequest) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
-    """As --dist loadscope, with the files of USE_VLLM as if they were one."""
+    """As --dist loadscope, in the order of collection, and with the files of USE_VLLM as if they were one."""
     if config.getoption("dist") != "loadscope":
         return None
+    config.option.loadscopereorder = False
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):

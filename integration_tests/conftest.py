@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from examples.vllm_pd.models import make_tiny_model
+from integration_tests.failure_logs import LogMarks
 from integration_tests.warm_start import WarmProcess, warm_servers
 
 #: Shared memory that vLLM and Python make by name, and leave when they are killed. The connector has none with a name.
 VLLM_OWN = ("psm_", "sem.mp-", "vllm_dist_")
+LOG_MARKS = pytest.StashKey[LogMarks]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,6 +25,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(item.fspath).parent == Path(__file__).parent:
             item.add_marker(pytest.mark.servers)
+
+
+@pytest.fixture(autouse=True)
+def _log_marks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    request.node.stash[LOG_MARKS] = LogMarks(tmp_path_factory.getbasetemp())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Adds the servers' own words to a failure."""
+    report = yield
+    if report.failed and LOG_MARKS in item.stash:
+        report.sections.append(("servers' logs meanwhile", item.stash[LOG_MARKS].since()))
+    return report
 
 
 @pytest.fixture(scope="session")

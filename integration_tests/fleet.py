@@ -34,6 +34,8 @@ LOCAL_TOKENS = "vllm:datadist_local_tokens_total"
 FAILED_LOADS = "vllm:datadist_failed_loads_total"
 TRANSFER_BYTES = "vllm:datadist_transfer_bytes_total"
 KV_USAGE = "vllm:kv_cache_usage_perc"
+#: More than the default: several servers that start, and poll, on two processors keep one another waiting.
+LINK_TIMEOUT_S = 30.0
 #: How many more threads may be left than there were.
 POOL_THREADS = 4
 #: The backend that goes wrong on purpose; both ends must name the same one, only some ends say how.
@@ -184,7 +186,7 @@ def shm_entries() -> set[str]:
 
 
 def config(role: str, extra: Mapping[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-    more = {"kv_connector_extra_config": dict(extra)} if extra else {}
+    more = {"kv_connector_extra_config": {"link_timeout_s": LINK_TIMEOUT_S} | dict(extra or {})}
     return connector_config(role, **more, **fields)
 
 

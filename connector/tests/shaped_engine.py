@@ -22,7 +22,7 @@ from vllm_datadist.groups import GroupInfo
 from vllm_datadist.messages import Endpoint
 from vllm_datadist.worker.kv_layout import HeadShare, Interior, LocalCache, describe_caches
 from vllm_datadist.worker.planner import BlockCopy, BlockPairs, PairPlan
-from vllm_datadist.worker.topology import Strip, first_head
+from vllm_datadist.worker.topology import ModelLayer, Strip, first_head
 
 #: As vLLM's KVCacheLayout: which of [layer, block, head, token, content] is outermost, and so on.
 LAYOUTS = {
@@ -43,10 +43,11 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Layers:
-    """One KV cache group: these layers, by number."""
+    """One KV cache group: these layers, by number. `total_heads`: KV heads of each; None = those of the shape."""
 
     numbers: tuple[int, ...]
     window: int | None = None
+    total_heads: int | None = None
 
 
 ALL_LAYERS = (Layers((0, 1, 2, 10)),)
@@ -79,6 +80,10 @@ class Shape:
     def tokens_of(self, group: int) -> int:
         return self.block_tokens if isinstance(self.block_tokens, int) else self.block_tokens[group]
 
+    def heads_of(self, layer: int) -> int:
+        """KV heads in the whole model of that layer."""
+        return next(group.total_heads or self.total_heads for group in self.groups if layer in group.numbers)
+
     def places(self) -> Iterator[tuple[int, int]]:
         return itertools.product(range(len(self.stages)), range(self.tp_size))
 
@@ -106,11 +111,17 @@ class Rank:
     def index(self) -> int:
         return self.pp_rank * self.shape.tp_size + self.tp_rank
 
-    @property
-    def heads(self) -> range:
-        num_heads = heads_per_rank(self.shape)
-        first = first_head(num_heads, self.shape.total_heads, self.tp_rank, self.shape.tp_size)
+    def heads(self, name: str) -> range:
+        """Of that layer, here."""
+        total_heads = self.shape.heads_of(layer_number(name))
+        num_heads = heads_per_rank(self.shape, total_heads)
+        first = first_head(num_heads, total_heads, self.tp_rank, self.shape.tp_size)
         return range(first, first + num_heads)
+
+    @property
+    def model_layers(self) -> tuple[ModelLayer, ...]:
+        totals = {number: self.shape.heads_of(number) for group in self.shape.groups for number in group.numbers}
+        return tuple(ModelLayer(n, heads_per_rank(self.shape, total), total) for n, total in sorted(totals.items()))
 
     @property
     def description(self) -> Description:
@@ -119,6 +130,7 @@ class Rank:
             cache_dtype="auto", use_mla=self.shape.use_mla, speculative="none", tp_size=self.shape.tp_size,
             pp_size=len(self.shape.stages), tp_rank=self.tp_rank, pp_rank=self.pp_rank, dp_rank=self.shape.dp_rank,
             stages=self.shape.stages, model_config={}, caches=[cache.description for cache in self.caches],
+            model_layers=self.model_layers,
         )  # fmt: skip
 
     def move_to(self, raw: torch.Tensor) -> None:
@@ -160,7 +172,7 @@ class Rank:
                     for page in range(self.shape.pages_per_block if block is not None else 0):
                         first = position * info.block_tokens + page * size
                         tokens = np.arange(first, first + size)
-                        values = number(name, np.array(self.heads)[:, None], tokens[None, :])
+                        values = number(name, np.array(self.heads(name))[:, None], tokens[None, :])
                         values[:, tokens >= num_tokens] = NOTHING - 1
                         view[(block or 0) * self.shape.pages_per_block + page] = values
 
@@ -173,17 +185,21 @@ class Rank:
         return self.raw.numpy().view(np.uint8)[start : start + size].reshape(described.num_pages, described.page_bytes)
 
 
-def heads_per_rank(shape: Shape) -> int:
-    return max(1, shape.total_heads // shape.tp_size)
+def heads_per_rank(shape: Shape, total_heads: int) -> int:
+    return max(1, total_heads // shape.tp_size)
 
 
 def layer_name(number: int) -> str:
     return f"model.layers.{number}.self_attn.attn"
 
 
+def layer_number(name: str) -> int:
+    return int(name.split(".")[2])
+
+
 def number(name: str, head: npt.NDArray[np.int64], token: npt.NDArray[np.int64]) -> Memory:
     """What every element of a token of a head of a layer is: [..., element]."""
-    layer = int(name.split(".")[2])
+    layer = layer_number(name)
     first = CONTENT * (token + MAX_TOKENS * (head + MAX_HEADS * layer))
     return (first[..., None] + np.arange(CONTENT)).astype(np.int32)
 
@@ -208,7 +224,8 @@ def _rank(shape: Shape, pp_rank: int, tp_rank: int, tables: list[list[int | None
         GroupInfo(index, shape.tokens_of(index), group.window, tuple(layer_name(n) for n in numbers))
         for index, (group, numbers) in enumerate(zip(shape.groups, mine, strict=True))
     ]
-    sizes = [_dims(shape, group, len(group.layer_names), num_blocks) for group in groups]
+    totals = [group.total_heads or shape.total_heads for group in shape.groups]
+    sizes = [_dims(shape, group, total, num_blocks) for group, total in zip(groups, totals, strict=True)]
     # Groups lie over the same bytes, which does no harm where pages are of one size: a block id belongs to one group.
     are_alike = len({dims if shape.layout.startswith("B") else dims[1:] for dims in sizes}) == 1
     starts = [0 if are_alike else sum(map(prod, sizes[:index])) for index in range(len(sizes))]
@@ -218,16 +235,17 @@ def _rank(shape: Shape, pp_rank: int, tp_rank: int, tables: list[list[int | None
     for group, start, dims in zip(groups, starts, sizes, strict=True):
         flat = raw.view(torch.int32)[start : start + prod(dims)]
         views |= zip(group.layer_names, _as_layout(flat, dims, shape.layout), strict=True)
-    share = HeadShare(tp_rank, shape.tp_size, shape.total_heads)
+    by_layer = {name: shape.heads_of(layer_number(name)) for name in views}
+    share = HeadShare(tp_rank, shape.tp_size, shape.total_heads, by_layer)
     kinds = ["full_attention"] * len(groups)
     interiors = {name: _transposed(view.shape[2]) for name, view in views.items()} if shape.is_transposed else {}
     caches = describe_caches(views, groups, kinds, num_blocks, share, interiors)
     return Rank(shape, pp_rank, tp_rank, tables, raw, views, caches, groups, num_blocks)
 
 
-def _dims(shape: Shape, group: GroupInfo, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-    pages = shape.pages_per_block
-    return num_layers, num_blocks * pages, heads_per_rank(shape), group.block_tokens // pages, CONTENT
+def _dims(shape: Shape, group: GroupInfo, total_heads: int, num_blocks: int) -> tuple[int, ...]:
+    pages, num_layers = shape.pages_per_block, len(group.layer_names)
+    return num_layers, num_blocks * pages, heads_per_rank(shape, total_heads), group.block_tokens // pages, CONTENT
 
 
 def _transposed(tokens: int) -> Interior:
@@ -273,10 +291,10 @@ def check(rank: Rank, first: int, end: int, layers: Sequence[str] | None = None)
     Args:
         layers: others have nothing at all; None = all layers of the rank.
     """
-    heads = np.array(rank.heads)
     for group, info in enumerate(rank.groups):
         size, table = info.block_tokens, rank.tables[group]
         for name in info.layer_names:
+            heads = np.array(rank.heads(name))
             blocks = rank.blocks(name)
             is_wanted = layers is None or name in layers
             touched = set()

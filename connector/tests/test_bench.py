@@ -156,6 +156,7 @@ def test_json_has_the_promised_fields() -> None:
     assert promised.items() <= made.items()
 
 
+@pytest.mark.slow
 def test_plot_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot(Results(rows=[row("auto", 10), row("nixl", 100), row("tcp", -1)]), tmp_path / "bench.png")

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from transformers import Phi3Config
+from vllm.config.model_arch import ModelArchitectureConfig
 from vllm.model_executor.layers.rotary_embedding import phi3_long_rope_scaled_rope
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -33,7 +34,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connector.tests.test_description import OURS
-from vllm_datadist.description import Description, Incompatible, check_compatible
+from vllm_datadist.description import Description, Incompatible, ModelLayer, check_compatible
 from vllm_datadist.engine import (
     UnsupportedModel,
     _by_context,
@@ -42,9 +43,12 @@ from vllm_datadist.engine import (
     check_caches,
     check_parallel,
     group_content,
+    head_share,
+    model_layers,
     transfer_groups,
     why_no_push,
 )
+from vllm_datadist.handoff.desk import WorkerPlace
 
 pytestmark = pytest.mark.slow
 SIZES: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
@@ -245,3 +249,57 @@ def test_drafts_and_pipeline_stages_together_cannot_be_pushed(method: str | None
     why = why_no_push(SimpleNamespace(speculative_config=spec, parallel_config=parallel))
     assert bool(why) is bool(text)
     assert re.search(text, why)
+
+
+# --- whose layers have how many heads ---------------------------------------------------------------------------------
+
+
+def _arch(total_heads: list[int]) -> ModelArchitectureConfig:
+    """Of a model whose layers have so many KV heads."""
+    fields: dict[str, Any] = {
+        "architectures": [], "model_type": "llama", "text_model_type": None, "hidden_size": 64, "head_size": 8,
+        "total_num_hidden_layers": len(total_heads), "total_num_attention_heads": 8, "vocab_size": 100,
+        "num_experts": 0, "num_experts_per_token": 0, "quantization_config": None, "is_deepseek_mla": False,
+        "is_mm_prefix_lm": False, "rswa_window": None, "derived_max_model_len_and_key": (100.0, None),
+    }  # fmt: skip
+    layers = [ModelArchitectureConfig(**fields, total_num_kv_heads=total) for total in total_heads]
+    return ModelArchitectureConfig.from_layers(layers)
+
+
+def _model_of(*total_heads: int, use_mla: bool = False) -> Any:
+    arch = _arch([*total_heads])
+    return SimpleNamespace(
+        use_mla=use_mla, model_arch_config=arch, get_total_num_hidden_layers=lambda: arch.total_num_hidden_layers,
+        get_total_num_kv_heads=lambda: arch.total_num_kv_heads,
+    )  # fmt: skip
+
+
+def _parallel(model: Any, tp_size: int, pp_size: int, draft: Any = None, names: tuple[str, ...] = ()) -> Any:
+    spec = None if draft is None else SimpleNamespace(method="eagle3", draft_model_config=draft)
+    return SimpleNamespace(
+        model_config=model, speculative_config=spec,
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size),
+        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(names)),
+    )  # fmt: skip
+
+
+def test_every_worker_knows_the_heads_of_all_stages_and_alone_those_here() -> None:
+    model = _model_of(8, 2, 8, 2)
+    assert model_layers(_parallel(model, 4, 1)) == ()
+    cut = ((8, 2, 2), (2, 1, 2), (8, 2, 2), (2, 1, 2))
+    assert model_layers(_parallel(model, 4, 2)) == tuple(
+        ModelLayer(number, rank_heads, total) for number, (total, rank_heads, _) in enumerate(cut)
+    )
+    assert model_layers(_parallel(_model_of(3, 3), 2, 2))[1].total_heads == 0, "no even cut: nobody knows which"
+    assert {one.total_heads for one in model_layers(_parallel(_model_of(8, 8, use_mla=True), 4, 2))} == {1}
+    with_draft = model_layers(_parallel(model, 4, 2, _model_of(16)))
+    assert with_draft[4:] == (ModelLayer(4, 4, 16),)
+
+
+def test_a_layer_has_the_heads_of_its_own_model() -> None:
+    """Four of a draft's eight heads are not all four of the model's: D would take wrong ones from other ranks."""
+    names = ("model.layers.0.attn", "model.layers.1.attn", "model.layers.2.attn", "draft_model.model.layers.0.attn")
+    vllm = _parallel(_model_of(4, 2), 2, 1, _model_of(8), names)
+    share = head_share(vllm, WorkerPlace(0, 1, 2, 2))
+    assert [share.total_of(name, count) for name, count in zip(names, (2, 1, 4, 4), strict=True)] == [4, 2, 8, 8]
+    assert [share.first_of(name, count) for name, count in zip(names, (2, 1, 4, 4), strict=True)] == [2, 1, 4, 4]

@@ -27,6 +27,9 @@ def test_unknown_settings_are_named_with_the_known_ones() -> None:
     ("name", "value"),
     [
         ("host", 7),
+        ("host", "münchen"),
+        ("host", "10.0.0"),
+        ("host", "a host"),
         ("port", -1),
         ("port", 65536),
         ("port", "80"),

@@ -13,6 +13,7 @@ from vllm_datadist.description import (
     CacheDescription,
     Description,
     Incompatible,
+    ModelLayer,
     check_compatible,
     decode,
     encode,
@@ -58,6 +59,8 @@ def _with_cache(**changes: Any) -> Description:
 
 def test_equal_engines_fit_over_the_wire() -> None:
     check_compatible(OURS, decode(encode(OURS)))
+    layers = (ModelLayer(0, 2, 2), ModelLayer(1, 1, 8))
+    assert decode(encode(_with(model_layers=layers))).model_layers == layers
 
 
 @pytest.mark.parametrize(
@@ -154,6 +157,8 @@ def test_another_version_is_named_even_if_the_rest_cannot_be_read(version: int) 
         encode(_with(dp_rank=-1)),
         encode(_with_cache(block_tokens=0)),
         encode(_with_layer(offset_bytes=8192)),
+        encode(_with(model_layers=((0, 2),))),
+        encode(_with(model_layers=(("0", 2, 2),))),
     ],
 )
 def test_what_is_no_description_is_refused(body: bytes) -> None:

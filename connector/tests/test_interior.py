@@ -61,6 +61,7 @@ def test_what_is_not_each_number_once_is_not_known() -> None:
     assert _find(lambda key, value: torch.cat([key, value * 0.37 + 0.1], dim=1)) == Interior((), "test, unknown")
 
 
+@pytest.mark.slow  # imports vLLM
 @pytest.mark.parametrize(
     ("dtype", "kept_as", "name", "scale"),
     [

@@ -3,19 +3,26 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from connector.tests.test_scheduler import Request, _side, _ticket
 from vllm_datadist.messages import Endpoint, RemoteLease, RequestKey
 from vllm_datadist.params import (
     PromptDigest,
     Ticket,
     TicketError,
+    address_error,
     asks_remote_decode,
     asks_remote_prefill,
+    parse_push_source,
     parse_ticket,
 )
 
@@ -111,7 +118,7 @@ def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("datadist.prompt_tokens", -1), "prompt_tokens"),
         (_set("datadist.workers", []), "datadist.workers"),
         (_set("datadist.workers", "none"), "datadist.workers"),
-        (_set("datadist.workers", [3] * 4097), "datadist.workers has 4097 entries, expected 1..4096"),
+        (_set("datadist.workers", [3] * 1025), "datadist.workers has 1025 entries, expected 1..1024"),
         (_set("datadist.workers.1.tp_rank", 0), "2 workers with 1 different ranks"),
         (_set("datadist.workers.1.tp_rank", 2), "expected one of each pp_rank 0..0 and tp_rank 0..2"),
         (_set("datadist.workers.1.pp_rank", 1), "expected one of each pp_rank 0..1 and tp_rank 0..1"),
@@ -125,6 +132,12 @@ def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("datadist.workers.0.port", 0), "port"),
         (_set("datadist.workers.0.port", 65536), "port"),
         (_set("datadist.workers.0.host", None), "host"),
+        (_set("datadist.workers.0.host", ["10.0.0.1"]), "host must be str"),
+        (_set("datadist.workers.1.cluster_id", str(2**64 - 1)), "some have the same cluster_id"),
+        (_set("datadist.workers.0.pp_rank", 10**4299), "pp_rank"),
+        (_set("remote_request_id", "\ud800"), "remote_request_id must be Unicode text"),
+        (_set("datadist.prompt_digest", "\udfff"), "prompt_digest must be Unicode text"),
+        (_set("remote_engine_id", [[[[[[[[]]]]]]]] * 99), "remote_engine_id must be str"),
         (_set("datadist.workers.0.tp_rank", None), "tp_rank"),
         (_set("remote_block_ids", [1, 2]), "remote_block_ids"),
         (_set("remote_block_ids", ["12"]), "remote_block_ids"),
@@ -141,3 +154,87 @@ def test_malformed_tickets_are_refused_by_key(change: Callable[[dict[str, Any]],
     with pytest.raises(TicketError, match=named) as caught:
         parse_ticket(params)
     assert len(str(caught.value)) < 300
+
+
+# --- where P listens ----------------------------------------------------------------------------------------------
+
+HOSTS = [
+    "10.0.0.1", "::1", "[fe80::1]", "fe80::1%eth0", "localhost", "p-0.prefill.svc.cluster.local", "node_7", "a.b.",
+    "a" * 63, ".".join(["a" * 62] * 4),
+]  # fmt: skip
+NO_HOSTS = [
+    "", " ", "a b", "host ", "\thost", "host\n", "a\x00b", "\x1b[31m", "..", "a..b", ".a", "-a", "a-", "a" * 64,
+    "a." * 150, "x" * 300, "1.2.3", "1.2.3.4.5", "256.0.0.1", "10", "[10.0.0.1", "[a]", "[]", "::1::", "fe80::1%a b",
+    "a/b", "a:80", "http://p", "user@p", "\u0440\u0444", "\ud800", None, 7, True, 1.5, [], ["10.0.0.1"], {"host": "p"},
+]  # fmt: skip
+TO_D = {"do_remote_prefill": True, "transfer_mode": "push", "transfer_id": "t", "remote_port": 7000}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_hosts_as_engines_have_them(host: str) -> None:
+    assert address_error(host, 1) == address_error(host, 65535) == ""
+    assert address_error(host, 0) == address_error(host, 65536) == "a port is 1..65535"
+    assert parse_push_source({**TO_D, "remote_host": host}).host == host
+
+
+@pytest.mark.parametrize("host", NO_HOSTS, ids=repr)
+def test_texts_that_are_no_host_are_refused(host: Any) -> None:
+    """By a ticket and by a push without one; else the whole time of a link would pass first."""
+    params = json.loads(json.dumps(TICKET.to_params()))
+    params["datadist"]["workers"][1]["host"] = host
+    for refused in (lambda: parse_ticket(params), lambda: parse_push_source({**TO_D, "remote_host": host})):
+        with pytest.raises(TicketError, match="host") as caught:
+            refused()
+        assert len(str(caught.value)) < 400
+        assert str(caught.value).isprintable()
+
+
+# --- any JSON in any field ----------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters())
+    | st.sampled_from([2**64, -1, ".."]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=8,
+)
+WHOLE = {
+    **_ticket(10), "transfer_mode": "push", "transfer_id": "t", "remote_host": "10.0.0.1", "remote_port": 7000,
+}  # fmt: skip
+WHOLE["datadist"] |= {"prefix_span": 4, "prefix_digests": ["a", "b", "c"]}
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    for key, one in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
+        yield from _paths(one, (*path, key))
+
+
+@settings(max_examples=400, deadline=None)
+@given(path=st.sampled_from(list(_paths(WHOLE))), value=JSON, has_ticket=st.booleans())
+def test_any_json_in_any_field_is_refused_or_fits_and_nothing_else(
+    path: tuple[Any, ...], value: Any, has_ticket: bool
+) -> None:
+    """vLLM's scheduler must not see anything else raised: it would end the engine."""
+    params: Any = copy.deepcopy(WHOLE)
+    if not has_ticket:
+        params["datadist"] = params["remote_block_ids"] = None
+    inner = params
+    for key in path[:-1]:
+        inner = inner[key] if inner else None
+    if inner:
+        inner[path[-1]] = value
+    for parse in (parse_ticket, parse_push_source):
+        with suppress(TicketError):
+            parse(params)
+    for groups in ("engine", "other"):
+        side = _side() if groups == "engine" else _side(groups=())
+        request = Request("d-1", 10, params)
+        side.on_new_request(request)
+        count, is_async = side.num_new_matched_tokens(request, 0)
+        assert is_async is bool(count)
+        side.request_finished(request.finished("FINISHED_ABORTED"), ([],))

@@ -17,7 +17,7 @@ import pytest
 from connector.tests.push_worker import D_KEY, PushWorker, offered, opened
 from datadist_core.testing.parallel import eventually
 from vllm_datadist.messages import AnnounceJob, Endpoint, PushSource, RequestKey, StepWork, Withdraw
-from vllm_datadist.worker.notices import OfferPart, OfferParts
+from vllm_datadist.worker.notices import FoundWorkers, OfferPart, OfferParts
 from vllm_datadist.worker.offers import CALLS_PER_PEER, OfferRunner
 from vllm_datadist.worker.sources import PushSources
 
@@ -115,16 +115,16 @@ class _Sources:
     """Two workers of P's, each read by two of D's, found when `found` is set."""
 
     workers: tuple[Endpoint, ...]
-    found: Future[tuple[Endpoint, ...]] = field(default_factory=Future)
+    found: Future[FoundWorkers] = field(default_factory=Future)
 
-    def find(self, source: PushSource, timeout_s: float) -> Future[tuple[Endpoint, ...]]:
+    def find(self, source: PushSource, timeout_s: float) -> Future[FoundWorkers]:
         return self.found
 
-    def parts(self, workers: tuple[Endpoint, ...]) -> OfferParts:
-        return OfferParts((OfferPart(workers[0], 2),), (OfferPart(workers[1], 1),))
+    def parts(self, found: FoundWorkers) -> OfferParts:
+        return OfferParts((OfferPart(found.workers[0], 2),), (OfferPart(found.workers[1], 1),))
 
-    def share(self, workers: tuple[Endpoint, ...]) -> list[OfferPart]:
-        return [OfferPart(workers[0], 1)]
+    def share(self, found: FoundWorkers) -> list[OfferPart]:
+        return [OfferPart(found.workers[0], 1)]
 
 
 def _runner(d: PushWorker, sources: _Sources, timeout_s: float) -> OfferRunner:
@@ -165,7 +165,7 @@ def test_who_had_not_offered_yet_withdraws_as_those_who_had(workers: Callable[..
     [job] = offered(p.endpoint(), 0, NUM_TOKENS).offers
     runner.submit(job)
     runner.cancel(job.key)
-    sources.found.set_result(sources.workers)
+    sources.found.set_result(FoundWorkers(sources.workers))
     assert eventually(lambda: len(seen) == 2, 10)
     told = {cluster_id: said.num_offers for cluster_id, said in seen}
     assert told == {p.endpoint().cluster_id: 2, q.endpoint().cluster_id: 1}

@@ -320,7 +320,7 @@ def test_an_announced_offer_keeps_the_lease_alive(workers: Start, is_announced: 
     p.tell(opened(NUM_TOKENS))
     if is_announced:
         d.tell(StepWork(announcements=[AnnounceJob(D_KEY, source(p.endpoint()))]))
-        assert eventually(lambda: "t" in p.pushes._announced)
+        assert eventually(lambda: p.pushes.num_announced() == 1)
     p.step(0, NUM_TOKENS)
     p.tell(held(lease_s=0.6))
     threading.Event().wait(1.5)  # d's request queues

@@ -123,7 +123,7 @@ def test_a_table_that_is_too_short_is_refused(workers: Start) -> None:
 def test_an_announcement_needs_a_time(workers: Start, timeout_s: float) -> None:
     p = workers()
     assert p.pushes.announce(OfferRef("t", LeaseRef("d-1", 1)), timeout_s).state is OfferState.FAILED
-    assert not p.pushes._announced
+    assert p.pushes.num_announced() == 0
 
 
 def test_a_grant_is_used_over_its_link_only(workers: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 
-from vllm_datadist.handoff.lease import MAX_LEASE_TIMES, Reader
+from vllm_datadist.handoff.lease import MAX_LEASE_TIMES, LeaseOutcome, LeasePhase, Reader
 from vllm_datadist.messages import LeaseState, RequestKey
 from vllm_datadist.worker.saves import LeaseTable
 
@@ -36,7 +36,7 @@ def test_a_released_lease_is_reported_once_and_repeats_its_answer() -> None:
     assert table.take_finished() == [_key("a")]
     assert table.release([_key("a")], D) == [HELD]
     assert table.take_finished() == []
-    assert table.take_num_expired() == 0
+    assert table.take_outcomes() == [LeaseOutcome(_key("a"), LeasePhase.RELEASED)]
 
 
 def test_a_lease_ends_by_itself_and_says_so_from_then_on() -> None:
@@ -50,7 +50,7 @@ def test_a_lease_ends_by_itself_and_says_so_from_then_on() -> None:
     assert table.release([_key("a")], D) == [EXPIRED]
     assert table.renew([_key("a")]) == [EXPIRED]
     assert table.take_finished() == []
-    assert table.take_num_expired() == 1
+    assert table.take_outcomes() == [LeaseOutcome(_key("a"), LeasePhase.EXPIRED)]
 
 
 def test_a_release_after_the_time_but_before_the_sweep_is_too_late() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
+from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
@@ -29,6 +31,8 @@ from connector.tests.shaped_engine import (
 from vllm_datadist.description import Description
 from vllm_datadist.groups import GroupInfo, missing_position
 from vllm_datadist.handoff.desk import Sources
+from vllm_datadist.messages import Endpoint
+from vllm_datadist.params import MAX_WORKERS
 from vllm_datadist.worker import copies
 from vllm_datadist.worker.kv_layout import LocalCache
 from vllm_datadist.worker.planner import PlanError, plan_pair
@@ -53,6 +57,7 @@ def hand_off(ps: list[Rank], ds: list[Rank], first: int = 0, end: int = END) -> 
             p = next(p for p in ps if p.endpoint == source.endpoint)
             plan = plan_pair(p.description, d.description)
             check_brings(d.description, source.endpoint, workers, plan)
+            assert not plan.is_empty
             num_reads[source.endpoint] += 1
             promised[source.endpoint].add(source.num_readers)
             carry_out(plan, p, d, first, end)
@@ -147,6 +152,43 @@ def test_pipeline_stages_on_both_sides(stages: tuple[tuple[int, ...], tuple[int,
         for layout in ("LBHNC", "BLHNC"):
             p = Shape(p_tp, 16, layout, stages=stages[0])
             hand_off(*engines(p, Shape(d_tp, 32, stages=stages[1]), 70), first=32, end=70)
+
+
+#: Layers with another number of heads, in stages of their own and mixed; two heads are replicated on 4 and 8 ranks.
+UNLIKE = (Layers((0, 1), total_heads=8), Layers((2, 5), total_heads=2), Layers((3, 4), total_heads=4))
+UNLIKE_STAGES = [(0,), (0, 2), (0, 3), (0, 2, 3), (0, 1, 4, 5)]
+
+
+@pytest.mark.parametrize("stages", list(itertools.product(UNLIKE_STAGES, repeat=2)), ids=str)
+@pytest.mark.slow
+def test_stages_whose_layers_have_other_numbers_of_heads(stages: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """Every worker of D counts all readers of each worker of P, also those of layers it does not have itself."""
+    _hand_off_unlike(stages)
+
+
+@pytest.mark.parametrize("stages", [((0,), (0, 2, 3)), ((0, 1, 4, 5), (0, 3))], ids=str)
+def test_two_of_those(stages: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    _hand_off_unlike(stages)
+
+
+def _hand_off_unlike(stages: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    for p_tp, d_tp in itertools.product([1, 2, 4, 8], repeat=2):
+        dp_rank = (p_tp + d_tp) % 3
+        p, d = Shape(p_tp, stages=stages[0], groups=UNLIKE), Shape(d_tp, stages=stages[1], groups=UNLIKE)
+        hand_off(*engines(p, replace(d, dp_rank=dp_rank), 7), end=7)
+
+
+def test_who_knows_its_own_layers_only_miscounts() -> None:
+    """The negative control of the test above: what `Description.model_layers` is for."""
+    ps, ds = engines(Shape(4, groups=UNLIKE), Shape(2, stages=(0, 2, 3), groups=UNLIKE), 7)
+    workers = [p.endpoint for p in ps]
+    counts = []
+    for is_told in (True, False):
+        told = [d.description if is_told else msgspec.structs.replace(d.description, model_layers=()) for d in ds]
+        read = [source for one in told for source in find_sources(one, workers).read]
+        counts.append({worker: {s.num_readers for s in read if s.endpoint == worker} for worker in workers})
+    assert all(len(of_one) == 1 for of_one in counts[0].values())
+    assert counts[0] != counts[1]
 
 
 @pytest.mark.parametrize("tp_sizes", list(itertools.product([1, 2, 4], repeat=2)), ids=str)
@@ -319,9 +361,43 @@ def test_a_ticket_that_names_too_few_workers_is_refused(left_out: int) -> None:
         find_sources(d.description, workers)
 
 
-def test_a_stage_of_d_without_kv_cache_needs_nobody_and_lets_nobody_go() -> None:
+@pytest.mark.parametrize("stages", [(0, 20), (0, 2, 20)], ids=str)
+def test_a_stage_of_d_without_kv_cache_needs_nobody_and_is_counted_by_nobody(stages: tuple[int, ...]) -> None:
+    ps, ds = engines(Shape(2), Shape(1, stages=stages))
+    sources = find_sources(ds[-1].description, [p.endpoint for p in ps])
+    assert (ds[-1].caches, sources) == ([], Sources(()))
+    hand_off(ps, ds)
+    hand_off(*engines(Shape(2, stages=stages), Shape(4, stages=stages)))
+
+
+def test_layers_without_kv_cache_are_counted_by_all_alike() -> None:
+    """The configuration does not say which layers have none, so an engine names them all."""
+    ps, ds = engines(Shape(2), Shape(2, stages=(0, 20)))
+    layers = (*ds[0].model_layers, msgspec.structs.replace(ds[0].model_layers[-1], number=21))
+    descriptions = [msgspec.structs.replace(d.description, model_layers=layers) for d in ds]
+    shares = [find_sources(description, [p.endpoint for p in ps]) for description in descriptions]
+    for p in ps:
+        counts = [source.num_readers for share in shares for source in share.read if source.endpoint == p.endpoint]
+        assert counts == [2, 2], "one rank of each stage: the stage without KV cache releases, too"
+    assert not any(share.unread for share in shares)
+
+
+@pytest.mark.slow
+def test_a_ticket_with_as_many_workers_as_may_be_costs_little() -> None:
+    """It is looked at in the engine's thread. Some tens of milliseconds; it was some seconds."""
+    [d] = engine(Shape(1), 16, seed=1)
+    begun_s = time.process_time()
+    for num_stages, tp_size in ((MAX_WORKERS, 1), (32, MAX_WORKERS // 32), (1, MAX_WORKERS)):
+        places = [(pp_rank, tp_rank) for pp_rank in range(num_stages) for tp_rank in range(tp_size)]
+        workers = [Endpoint(pp, tp, "p", 1, i + 1, pp) for i, (pp, tp) in enumerate(places)]
+        with suppress(PlanError):
+            find_sources(d.description, workers)
+    assert time.process_time() - begun_s < 5
+
+
+def test_an_engine_without_kv_cache_needs_nobody() -> None:
     ps, [d] = engines(Shape(2), Shape(1))
-    empty = msgspec.structs.replace(d.description, caches=[])
+    empty = msgspec.structs.replace(d.description, caches=[], model_layers=())
     assert find_sources(empty, [p.endpoint for p in ps]) == Sources(())
 
 

@@ -17,6 +17,7 @@ import torch
 from connector.tests.shaped_engine import Layers, Rank, Shape, check, engine
 from datadist_core.testing.parallel import eventually
 from datadist_core.types import Deadline
+from vllm_datadist.handoff.lease import LeasePhase
 from vllm_datadist.messages import BlockTables, LeaseOpen, LoadJob, ReleaseJob, RemoteLease, RequestKey, StepWork, Watch
 from vllm_datadist.worker.loads import LoadLimits
 from vllm_datadist.worker.node import DataDistNode
@@ -114,7 +115,8 @@ def _check_free(p: Engine, d: Engine) -> None:
     """All of P's workers have reported the end of their lease, none by time, and nobody has anything left."""
     for worker in p.workers:
         assert _results(worker, lambda results: bool(results.sent)).sent == {"p-1"}
-        assert (worker.side.leases.num_active, worker.side.leases.take_num_expired()) == (0, 0)
+        assert worker.side.leases.num_active == 0
+        assert [ended.phase for ended in worker.side.leases.take_outcomes()] == [LeasePhase.RELEASED]
     for worker in d.workers:
         assert worker.side.take_results().received == set()
         assert eventually(lambda worker=worker: worker.side._renewals.num_watched() == 0)

@@ -33,6 +33,7 @@ from vllm_datadist.counts import (
 )
 
 prometheus = pytest.importorskip("prometheus_client")
+pytestmark = pytest.mark.slow
 NUM_RANKS = 4
 
 

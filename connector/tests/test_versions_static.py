@@ -73,6 +73,7 @@ def tool() -> Iterator[ModuleType]:
     sys.path.remove(str(TOOLS))
 
 
+@pytest.mark.slow
 def test_the_installed_one_has_everything_and_a_broken_copy_misses_what_it_lacks(
     tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ from datadist_core.errors import LLMException
 from datadist_core.testing.parallel import eventually
 from vllm_datadist.description import PROTOCOL_VERSION, Description
 from vllm_datadist.groups import GroupInfo
+from vllm_datadist.handoff.lease import LeaseOutcome, LeasePhase
 from vllm_datadist.messages import (
     BlockTables,
     LeaseOpen,
@@ -154,7 +155,7 @@ def test_a_release_without_a_load_frees_p_at_once(workers: Callable[..., Worker]
     d.side.start(StepWork(releases=[ReleaseJob(RequestKey("d-1", 1), remote)]))
     p.side.start(StepWork(leases=[LeaseOpen(remote.key, LEASE_S)]))
     assert _results(p, lambda results: bool(results.sent)).sent == {"p-1"}
-    assert p.side.leases.take_num_expired() == 0
+    assert p.side.leases.take_outcomes() == [LeaseOutcome(remote.key, LeasePhase.RELEASED)]
 
 
 def test_a_load_of_an_ended_lease_fails(workers: Callable[..., Worker]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from .address import address_error
+
 #: As in the core's `LLMConfig.integrity`.
 INTEGRITY_KINDS = ("off", "checksum")
 TRANSFER_MODES = ("pull", "push")
@@ -80,6 +82,16 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
+def _host(name: str, value: Any) -> str:
+    host = _text(name, value)
+    if host and (why := address_error(host, 1)):
+        raise ConfigError(
+            f"kv_connector_extra_config: {name} is {value!r}: {why}. It goes into tickets: name the address, or "
+            "the name in ASCII, at which peers reach this host, or leave it out"
+        )
+    return host
+
+
 def _whole(name: str, value: Any, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
         raise ConfigError(f"kv_connector_extra_config: {name} must be a whole number {low}..{high}, not {value!r}")
@@ -121,7 +133,7 @@ def _security(name: str, value: Any) -> Mapping[str, Any]:
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "host": _text,
+    "host": _host,
     "port": lambda name, value: _whole(name, value, 0, 65535),
     "transfer_mode": lambda name, value: _one_of(name, value, TRANSFER_MODES),
     "transfer_backend": _text,

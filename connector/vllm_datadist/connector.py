@@ -86,6 +86,10 @@ class DataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         self._scheduler.set_workers(item for item in metadata.values() if isinstance(item, Endpoint))
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._scheduler_side is not None:
+            self._scheduler_side.bind_block_pool(gpu_block_pool)
+
     def on_new_request(self, request: Any) -> None:
         self._scheduler.on_new_request(request)
 

@@ -17,7 +17,7 @@ from datadist_core.errors import LLMException
 from datadist_core.types import LLMStatusCode
 
 from .worker.planner import fit_errors
-from .worker.topology import MAX_BYTES, CacheDescription, LayerDescription, PlanError, check_well_formed
+from .worker.topology import MAX_BYTES, CacheDescription, LayerDescription, ModelLayer, PlanError, check_well_formed
 
 __all__ = [
     "LAYER_FIELD",
@@ -27,13 +27,14 @@ __all__ = [
     "Description",
     "Incompatible",
     "LayerDescription",
+    "ModelLayer",
     "check_compatible",
     "decode",
     "encode",
 ]
 
 #: Raised whenever an old peer could misread a new one. Both ends must agree exactly.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 #: vLLM's name for Mamba-like states, by which their caches' kinds begin.
 STATE_KIND = "mamba"
 #: Fields of `Description.model_config` that begin so are of one layer, and compared where both workers hold it.
@@ -58,6 +59,9 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tp_size, pp_size, tp_rank, pp_rank, dp_rank: the worker's place. Engines may differ in all of them.
         stages: the number of the first layer of each pipeline stage.
+        model_layers: every layer of the engine, of all stages, and so the same at all its workers: by it each of them
+            counts how many of them read from a worker of P. Those without a KV cache count too: a worker that has no
+            others reads no bytes, and releases. Empty = there are no layers but those here.
     """
 
     version: int
@@ -74,6 +78,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     pp_rank: int
     dp_rank: int = 0
     stages: tuple[int, ...] = (0,)
+    model_layers: tuple[ModelLayer, ...] = ()
     model_config: dict[str, str]
     caches: list[CacheDescription]
 

@@ -21,12 +21,13 @@ from ._vllm import (
     get_pp_indices,
 )
 from .config import ConnectorConfig
-from .description import LAYER_FIELD, PROTOCOL_VERSION, STATE_KIND, CacheDescription, Description
+from .description import LAYER_FIELD, PROTOCOL_VERSION, STATE_KIND, CacheDescription, Description, ModelLayer
 from .groups import GroupInfo
 from .scheduler.side import EngineFacts
 from .worker.kv_layout import HeadShare
 from .worker.shares import layer_index
 from .worker.side import WorkerPlace
+from .worker.topology import is_regular
 
 _SUPPORTED_KINDS = ("full_attention", "mla_attention", "sliding_window", "chunked_local_attention", STATE_KIND)
 #: Methods that draft from tokens or from the target's output. All others have layers of their own in the KV cache.
@@ -156,19 +157,50 @@ def kv_cache_bytes(kv_cache_config: KVCacheConfig) -> int:
 
 
 def head_share(vllm_config: VllmConfig, place: WorkerPlace) -> HeadShare:
-    model = vllm_config.model_config
-    total = 1 if model.use_mla else model.get_total_num_kv_heads()
-    return HeadShare(place.tp_rank, place.tp_size, total, {} if model.use_mla else _heads_by_layer(vllm_config))
+    by_layer = {name: _total_heads(vllm_config, name) for name in vllm_config.compilation_config.static_forward_context}
+    return HeadShare(place.tp_rank, place.tp_size, _kv_heads(vllm_config.model_config), by_layer)
 
 
-def _heads_by_layer(vllm_config: VllmConfig) -> dict[str, int]:
-    """KV heads in the whole model of each layer, for models whose layers differ in that."""
-    arch = getattr(vllm_config.model_config, "model_arch_config", None)
-    if getattr(arch, "per_layer_overrides", None) is None:
-        return {}
+def model_layers(vllm_config: VllmConfig) -> tuple[ModelLayer, ...]:
+    """How the KV heads of every layer are cut, those of other pipeline stages too. Empty where there are no others.
+
+    All workers must come to the same. So it is read from the configuration, also for the layers that are here.
+    """
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return ()
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-    names = {name: layer_index(name) for name in vllm_config.compilation_config.static_forward_context}
-    return {name: arch[index].total_num_kv_heads for name, index in names.items() if index < num_layers}
+    drafts = () if _draft_model(vllm_config) is None else (num_layers,)
+    totals = {number: _total_heads(vllm_config, f"layers.{number}") for number in (*range(num_layers), *drafts)}
+    return tuple(_model_layer(number, total, tp_size) for number, total in totals.items())
+
+
+def _model_layer(number: int, total_heads: int, tp_size: int) -> ModelLayer:
+    num_heads = max(1, total_heads // tp_size)
+    return ModelLayer(number, num_heads, total_heads if is_regular(num_heads, total_heads, tp_size) else 0)
+
+
+def _total_heads(vllm_config: VllmConfig, layer_name: str) -> int:
+    """KV heads of that layer in the whole model, or in the whole draft model. Layers may differ in that."""
+    model, index = vllm_config.model_config, layer_index(layer_name)
+    is_draft = index >= model.get_total_num_hidden_layers() or layer_name.startswith("draft_model")
+    draft = _draft_model(vllm_config) if is_draft else None
+    if draft is not None:
+        return _kv_heads(draft)
+    arch = getattr(model, "model_arch_config", None)
+    if model.use_mla or is_draft or getattr(arch, "per_layer_overrides", None) is None:
+        return _kv_heads(model)
+    return int(arch[index].total_num_kv_heads)
+
+
+def _kv_heads(model: Any) -> int:
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
+def _draft_model(vllm_config: VllmConfig) -> Any:
+    """vLLM's configuration of a draft model whose layers are in the KV cache; None if there is none."""
+    spec = vllm_config.speculative_config
+    return None if spec is None or spec.method in _DRAFTS_WITHOUT_KV else spec.draft_model_config
 
 
 def stage_starts(vllm_config: VllmConfig) -> list[int]:
@@ -210,6 +242,7 @@ def describe_engine(vllm_config: VllmConfig, place: WorkerPlace, caches: Sequenc
         pp_rank=place.pp_rank,
         dp_rank=_dp_rank(vllm_config),
         stages=tuple(stage_starts(vllm_config)),
+        model_layers=model_layers(vllm_config),
         model_config=_flat(model.hf_text_config.to_dict()) | _by_context(model) | _kv_scales(vllm_config, caches),
         caches=list(caches),
     )

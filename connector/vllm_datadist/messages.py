@@ -435,10 +435,29 @@ class WorkerAddress(msgspec.Struct, frozen=True):
     first_layer: int = 0
 
 
+class EngineClaim(msgspec.Struct, frozen=True):
+    """What the worker that is asked says of its engine; each of its workers must say so too: see `worker.claims`.
+
+    Attributes:
+        block_tokens: tokens per block, by KV cache group, of the groups that this worker has layers of.
+        fingerprint: of all that they must say alike.
+    """
+
+    tp_size: int
+    pp_size: int
+    dp_rank: int
+    block_tokens: dict[int, int]
+    fingerprint: str
+
+
 class Workers(msgspec.Struct, frozen=True):
-    """All workers of an engine; none as long as the worker that is asked has not been told."""
+    """All workers of an engine; none as long as the worker that is asked has not been told.
+
+    `engine`: None only of a peer of another protocol version.
+    """
 
     workers: list[WorkerAddress]
+    engine: EngineClaim | None = None
 
 
 def lease_ref(key: RequestKey) -> LeaseRef:

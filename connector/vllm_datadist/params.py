@@ -15,10 +15,12 @@ because a router may read JSON numbers as doubles.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .address import address_error
 from .config import TRANSFER_MODES
 from .messages import Endpoint, PushSource, RemoteLease, RequestKey
 
@@ -26,9 +28,12 @@ TICKET_VERSION = 1
 #: 512 digests of 32 characters are 18 KB of JSON.
 MAX_PREFIX_DIGESTS = 512
 #: Of one engine.
-MAX_WORKERS = 4096
+MAX_WORKERS = 1024
 _MAX_ID = 2**31 - 1
 _MAX_TRANSFER_ID = 512
+#: Values in error texts: long ones are cut, so are deep ones.
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
 class TicketError(ValueError):
@@ -139,7 +144,7 @@ def transfer_id(params: Mapping[str, Any]) -> str:
             f"params.transfer_id must be a string of 1..{_MAX_TRANSFER_ID} characters, the same for P and D, is "
             f"{_show(value)}"
         )
-    return value
+    return _text(params, "transfer_id", "params")
 
 
 def is_ticket(params: Mapping[str, Any]) -> bool:
@@ -154,10 +159,10 @@ def parse_push_source(params: Mapping[str, Any]) -> PushSource:
         raise TicketError("params.transfer_id is missing: a push without a ticket needs the id that P gets too")
     host = _get(params, "remote_host", str, "params")
     port = _count(params, "remote_port", "params")
-    if not host or not 0 < port < 65536:
+    if why := address_error(host, port):
         raise TicketError(
             f"params.remote_host and remote_port must say where P's first worker listens (kv_connector_extra_config "
-            f'"port" at P), are {_show(host)} and {port}'
+            f'"port" at P), are {_show(host)} and {port}: {why}'
         )
     return PushSource(name, host, port)
 
@@ -167,16 +172,16 @@ def parse_ticket(params: Mapping[str, Any]) -> Ticket:
     own = _get(params, "datadist", dict, "params")
     version = _get(own, "version", int, "datadist")
     if version != TICKET_VERSION:
-        raise TicketError(f"datadist.version is {version}, this side understands {TICKET_VERSION}")
-    key = RequestKey(_get(params, "remote_request_id", str, "params"), _count(own, "attempt", "datadist"))
-    lease = RemoteLease(_get(params, "remote_engine_id", str, "params"), key, _lease_s(own), _parse_workers(own))
+        raise TicketError(f"datadist.version is {_show(version)}, this side understands {TICKET_VERSION}")
+    key = RequestKey(_text(params, "remote_request_id", "params"), _count(own, "attempt", "datadist"))
+    lease = RemoteLease(_text(params, "remote_engine_id", "params"), key, _lease_s(own), _parse_workers(own))
     return Ticket(
         lease,
         _parse_block_ids(params),
         tuple(_block_ids(_items(own, "block_size", "datadist"), "datadist.block_size")),
         _count(params, "remote_num_tokens", "params"),
         _count(params, "tp_size", "params"),
-        PromptDigest(_count(own, "prompt_tokens", "datadist"), _get(own, "prompt_digest", str, "datadist")),
+        PromptDigest(_count(own, "prompt_tokens", "datadist"), _text(own, "prompt_digest", "datadist")),
         _parse_prefixes(own, _count(params, "remote_num_tokens", "params")),
         _ticket_transfer_id(params),
     )
@@ -238,6 +243,8 @@ def _parse_workers(own: Mapping[str, Any]) -> tuple[Endpoint, ...]:
 
 def not_a_grid(workers: Sequence[Endpoint]) -> str:
     """Why these are not the workers of one engine: one of each pp_rank and tp_rank. "" if they are."""
+    if len({worker.cluster_id for worker in workers}) < len(workers):
+        return f"{len(workers)} workers of which some have the same cluster_id, expected one for each"
     ranks = {(worker.pp_rank, worker.tp_rank) for worker in workers}
     num_stages = 1 + max((pp_rank for pp_rank, _ in ranks), default=-1)
     tp_size = 1 + max((tp_rank for _, tp_rank in ranks), default=-1)
@@ -257,12 +264,12 @@ def _parse_endpoint(item: Any) -> Endpoint:
     text = _get(item, "cluster_id", str, where)
     if not (text.isascii() and text.isdigit() and len(text) <= 20 and 0 < int(text) < 2**64):
         raise TicketError(f"{where}.cluster_id must be the digits of a uint64 > 0, is {_show(text)}")
-    port = _count(item, "port", where)
-    if not 0 < port < 65536:
-        raise TicketError(f"{where}.port must be 1..65535, is {port}")
+    host, port = _get(item, "host", str, where), _count(item, "port", where)
+    if why := address_error(host, port):
+        raise TicketError(f"{where}.host and port are {_show(host)} and {port}: {why}")
     ranks = _count(item, "pp_rank", where), _count(item, "tp_rank", where)
     first_layer = _count(item, "first_layer", where) if "first_layer" in item else 0
-    return Endpoint(*ranks, _get(item, "host", str, where), port, int(text), first_layer)
+    return Endpoint(*ranks, host, port, int(text), first_layer)
 
 
 def _parse_block_ids(params: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
@@ -287,10 +294,20 @@ def _lease_s(own: Mapping[str, Any]) -> float:
     return float(value)
 
 
+def _text(params: Mapping[str, Any], key: str, where: str) -> str:
+    """A string that can be sent on: JSON can also write halves of characters."""
+    value: str = _get(params, key, str, where)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise TicketError(f"{where}.{key} must be Unicode text, is {_show(value)}") from error
+    return value
+
+
 def _count(params: Mapping[str, Any], key: str, where: str) -> int:
     value: int = _get(params, key, int, where)
     if not 0 <= value <= 2**53:
-        raise TicketError(f"{where}.{key} must be 0..2**53, is {value}")
+        raise TicketError(f"{where}.{key} must be 0..2**53, is {_show(value)}")
     return value
 
 
@@ -308,5 +325,8 @@ def _get(params: Mapping[str, Any], key: str, kind: type | tuple[type, ...], whe
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = _REPR.repr(value)
+    except ValueError:  # a number of thousands of digits
+        return f"a long {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -37,7 +37,7 @@ class ChildEnd:
     """
 
     def __init__(self, setup: ChildSetup) -> None:
-        self._remote = RemoteObject(_make_end, (setup,), 2 * WAIT_S)
+        self._remote = RemoteObject(_make_end, (setup,), 2 * WAIT_S, forkserver=True)
         self._killed = False
 
     def identity(self) -> bytes:

@@ -50,7 +50,7 @@ class RemoteObject:
         self, make: Callable[..., object], arguments: tuple[Any, ...], timeout_s: float, forkserver: bool = False
     ) -> None:
         spawn: SpawnContext | ForkServerContext
-        spawn = _forkserver() if forkserver else multiprocessing.get_context("spawn")
+        spawn = forkserver_context() if forkserver else multiprocessing.get_context("spawn")
         self._timeout_s = timeout_s
         self._pipe, theirs = spawn.Pipe()
         self._lock = threading.Lock()
@@ -105,7 +105,8 @@ class RemoteObject:
 
 
 @functools.cache
-def _forkserver() -> ForkServerContext:
+def forkserver_context() -> ForkServerContext:
+    """For processes that begin with this library imported already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__package__])
     return context

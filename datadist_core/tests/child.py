@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import traceback
@@ -12,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from datadist_core import BlocksCacheKey, LLMDataDist, LLMRole
+from datadist_core.testing.remote import forkserver_context
 from datadist_core.tests.core_ends import config, desc, fill, manager, remote_info
 
 ANSWER_TIMEOUT_S = 60
-_spawn = multiprocessing.get_context("spawn")
+_spawn = forkserver_context()
 
 
 class ChildFailed(Exception):

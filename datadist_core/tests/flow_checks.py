@@ -70,7 +70,7 @@ class Processes:
         return self._running[number].terminal()
 
     def _start(self, count: int) -> None:
-        # All at once: a process needs most of a second to import what it needs. Few tests are content with one.
+        # Few tests are content with one.
         while len(self._running) < max(count, 2):
             self._running.append(Process())
 

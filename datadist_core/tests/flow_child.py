@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 import ctypes
 import itertools
-import multiprocessing
 import os
 import signal
 import textwrap
@@ -22,11 +21,14 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from datadist_core import LLMRole, LLMStatusCode
+from datadist_core.testing.parallel import eventually
+from datadist_core.testing.remote import forkserver_context
 
 ANSWER_TIMEOUT_S = 60
 POOL_BYTES = 16 << 20
@@ -90,7 +92,7 @@ manager = datadist.cache_manager if v2 else datadist.kv_cache_manager
 datadist.listen_address.port if listen else 0
 """
 
-_spawn = multiprocessing.get_context("spawn")
+_spawn = forkserver_context()
 _cluster_ids = itertools.count(1)
 
 
@@ -268,9 +270,16 @@ class Process:
         """SIGSTOP: alive, but it answers nobody."""
         os.kill(self._process.pid, signal.SIGSTOP)
         try:
+            # Its threads stop one by one, each when it runs next.
+            assert eventually(lambda: _states_of_threads(self._process.pid) == {"T"})
             yield
         finally:
             os.kill(self._process.pid, signal.SIGCONT)
+
+
+def _states_of_threads(pid: int) -> set[str]:
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return {stat.read_text().rpartition(")")[2].split()[0] for stat in stats}
 
 
 class _Namespaces:

@@ -98,7 +98,7 @@ def hold_interpreter(seconds: float) -> None:
 @contextlib.contextmanager
 def started(cluster_id: int, listen: str | None = "127.0.0.1:0", *more: object) -> Iterator[RemoteObject]:
     """A `LiveEnd` in a process of its own; SIGKILLed at the end."""
-    remote = RemoteObject(LiveEnd, (cluster_id, listen, *more), ANSWER_TIMEOUT_S)
+    remote = RemoteObject(LiveEnd, (cluster_id, listen, *more), ANSWER_TIMEOUT_S, forkserver=True)
     try:
         yield remote
     finally:
@@ -108,7 +108,9 @@ def started(cluster_id: int, listen: str | None = "127.0.0.1:0", *more: object) 
 @contextlib.contextmanager
 def started_in(namespace: str, cluster_id: int, listen: str | None, *more: object) -> Iterator[RemoteObject]:
     """The same, in a network namespace."""
-    remote = RemoteObject(in_namespace, (namespace, LiveEnd, (cluster_id, listen, *more)), ANSWER_TIMEOUT_S)
+    remote = RemoteObject(
+        in_namespace, (namespace, LiveEnd, (cluster_id, listen, *more)), ANSWER_TIMEOUT_S, forkserver=True
+    )
     try:
         yield remote
     finally:

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from typing import Any
 
 from datadist_core import LLMDataDist, LLMException, LLMRole
+from datadist_core.testing.remote import forkserver_context
 from datadist_core.tests.core_ends import config
 
 ANSWER_TIMEOUT_S = 60
-_spawn = multiprocessing.get_context("spawn")
+_spawn = forkserver_context()
 
 
 class Member:

@@ -92,7 +92,9 @@ class NetworkEnd:
 
 def end_in(namespace: str, cluster_id: int, address: str, size: Size, **options: Any) -> RemoteObject:
     """A `NetworkEnd` in that namespace, with `address` to listen at and options of the backend. The caller kills it."""
-    return RemoteObject(in_namespace, (namespace, NetworkEnd, (cluster_id, address, size, options)), ANSWER_TIMEOUT_S)
+    return RemoteObject(
+        in_namespace, (namespace, NetworkEnd, (cluster_id, address, size, options)), ANSWER_TIMEOUT_S, forkserver=True
+    )
 
 
 def initial_blocks(cluster_id: int, size: Size) -> Blocks:

@@ -251,7 +251,7 @@ class Keys(RuleBasedStateMachine):
             assert set(np.unique(tensor).tolist()) == {self.value(one, index, i)}
 
 
-@pytest.mark.parametrize("backend", ["loopback", "tcp"])
+@pytest.mark.parametrize("backend", ["loopback", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_keys_and_ids_hold_what_they_should(backend: str) -> None:
     with linked(backend) as (p, d):
 

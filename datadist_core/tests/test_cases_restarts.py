@@ -195,7 +195,7 @@ def test_b18_a_cut_of_three_seconds_is_over_by_itself(start: StartEnd) -> None:
         p = stack.enter_context(
             RemoteEnd(EndSetup(P, 1, "tcp", "127.0.0.1:0", options={**HEARTBEAT, "global_resource_config": tcp}))
         )
-        relay = RemoteObject(Relay, ([p.place.port, data_port],), 30.0)
+        relay = RemoteObject(Relay, ([p.place.port, data_port],), 30.0, forkserver=True)
         stack.callback(relay.kill)
         d = start(D, 2, "tcp")
         through = PeerPlace(P, RELAY, p.place.port, 1)

@@ -34,6 +34,8 @@ FLOWS_OF_THE_SPECIFICATION = {
     "switch_role",
 }
 BACKENDS = ["shm", "cma", "tcp"]
+#: Each over the network, and over one of the ways within a host (`test_flows_*` combine more).
+WITH_ONE_COMMAND = [(name, way) for i, name in enumerate(EXAMPLES) for way in ("tcp", ("shm", "cma")[i % 2])]
 RUN_LIMIT_S = 100
 END_LIMIT_S = 15
 
@@ -130,8 +132,7 @@ def test_blocks_with_one_command():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(("example", "backend"), WITH_ONE_COMMAND)
 def test_with_one_command(example, backend):
     output = run_with_one_command(example, backend)
     assert "| FAILED" not in output
@@ -156,14 +157,11 @@ def test_in_two_terminals(example, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_wrong_data_is_found(backend):
+def test_wrong_data_is_found():
     """The decoder expects the data of another seed: what it compares is what the prompt wrote."""
-    with terminal("blocks", "--role", "prompt", "--backend", backend) as prompt:
+    with terminal("blocks", "--role", "prompt") as prompt:
         address = prompt.address()
-        with terminal(
-            "blocks", "--role", "decoder", "--connect", address, "--backend", backend, "--seed", "7"
-        ) as decoder:
+        with terminal("blocks", "--role", "decoder", "--connect", address, "--seed", "7") as decoder:
             status, output = decoder.finish()
             assert status == 1, output
             assert re.search(
@@ -190,6 +188,41 @@ def test_ctrl_c_ends_a_prompt_that_waits():
         status, output = prompt.finish()
         assert status in (130, -signal.SIGINT), output  # a shell shows 130 for both
         assert "Traceback" not in output
+
+
+#: Python drops what is raised while it finalizes an object, as some modules do while they are imported.
+A_SIGNAL_IN_A_FINALIZER = """
+import signal
+from examples.flows import _ends
+from examples.flows.blocks import llm_datadist
+
+class Finalized:
+    def __del__(self):
+        signal.raise_signal(signal.{name})
+
+def prompt(end):
+    with llm_datadist.LLMDataDist(llm_datadist.LLMRole.PROMPT, _ends.PROMPT) as prompt:
+        prompt.init(end.config().generate_options())
+        notes = end.notes(prompt)
+        Finalized()
+        end.say("goes on")
+        notes.tell(_ends.DECODER, "filled")
+
+_ends.main("", "a_signal.py", {{"prompt": prompt}})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signal_number", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_that_is_lost_where_it_arrives_ends_the_next_wait(signal_number, wanted):
+    program = A_SIGNAL_IN_A_FINALIZER.format(name=signal_number.name)
+    run = subprocess.run(
+        [sys.executable, "-c", program, "--role", "prompt", "--limit-s", "10"],
+        cwd=ROOT, capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False,
+    )  # fmt: skip
+    assert "Exception ignored in" in run.stderr
+    assert "| goes on\n" in run.stdout
+    assert run.returncode == wanted, run.stdout + run.stderr
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from fuzz import limits
 from fuzz.target import NAMES, PLANTED, corpus_of
 
 ROOT = Path(datadist_core.__file__).parent.parent
-SECONDS_EACH = 3
+SECONDS_EACH = 2
 BOUND_S = 240
 
 
@@ -33,6 +33,7 @@ def need_atheris() -> None:
         not_available('fuzzing needs atheris: pip install ".[fuzz]"')
 
 
+@pytest.mark.slow
 def test_kept_inputs_find_nothing() -> None:
     done = fuzz("--replay-all")
     assert done.returncode == 0, done.stderr[-5000:]

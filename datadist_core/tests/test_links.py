@@ -86,7 +86,7 @@ def test_silent_clusters_do_not_keep_others_waiting_for_a_thread(silent):
     """More of them than any pool of threads might have."""
     with make_end(listen="127.0.0.1:0") as server, make_end() as client:
         mute = [remote_info(8000 + i, "127.0.0.1", silent) for i in range(90)]
-        _, each = client.link_clusters([*mute, cluster_info(server)], timeout=2000)
+        _, each = client.link_clusters([*mute, cluster_info(server)], timeout=4000)
         assert each == [LLMStatusCode.LLM_TIMEOUT] * 90 + [SUCCESS]
 
 

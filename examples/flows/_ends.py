@@ -8,7 +8,8 @@ Three things are here:
 - `Notes`: what two ends have to tell one another beside the KV cache, such as "it is filled". In a serving system the
   request router does that. Here it goes over the link itself, with the library's `register_service` and `call`.
 
-Every wait ends at the latest after `--limit-s`. When one end fails, or Ctrl-C is pressed, all ends end.
+Every wait ends at the latest after `--limit-s`. When one end fails, or Ctrl-C is pressed, all ends end: what a signal
+raises can get lost where it arrives, so the waits look whether one has come (see `raise_if_signalled`).
 """
 
 from __future__ import annotations
@@ -242,6 +243,7 @@ class Notes:
                 self._pause(what)
 
     def _pause(self, what: str) -> None:
+        raise_if_signalled()
         if self._deadline.expired:
             raise Failed(f"waited too long for {what}")
         self._arrived.wait(POLL_S)
@@ -265,7 +267,8 @@ def main(
     """
     program = f"examples.flows.{Path(file).stem}"
     options = _parser(doc, program, roles, ends).parse_args()
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    signal.signal(signal.SIGTERM, _on_signal)
+    signal.signal(signal.SIGINT, _on_signal)
     try:
         if options.role is None:
             status = _run_together(program, options, ends)
@@ -317,6 +320,7 @@ def _run_one(end: End, role: Role) -> int:
     logging.basicConfig(format=f"{end.title:<10}| %(levelname)s: %(message)s", stream=sys.stdout)
     try:
         role(end)
+        raise_if_signalled()
     except (Failed, llm_datadist.LLMException) as error:
         code = f"{error.status_code.name}: " if isinstance(error, llm_datadist.LLMException) else ""
         end.say(f"FAILED: {code}{error}")
@@ -330,8 +334,25 @@ def _run_one(end: End, role: Role) -> int:
     return 0
 
 
-def _on_sigterm(_number: int, _frame: object) -> None:
-    raise SystemExit(128 + signal.SIGTERM)  # so that `with` and `finally` blocks run
+#: The signals to end that have come.
+_signals: list[int] = []
+
+
+def _on_signal(number: int, _frame: object) -> None:
+    _signals.append(number)
+    raise_if_signalled()
+
+
+def raise_if_signalled() -> None:
+    """Ends this process in order if a signal has asked for it; for every wait.
+
+    The signal's handler has raised the same before. But Python drops what is raised in a finalizer, and so do some
+    extension modules while they are imported; `numpy.random` does, which is imported when it is used first.
+    """
+    if signal.SIGINT in _signals:
+        raise KeyboardInterrupt
+    if _signals:
+        raise SystemExit(128 + _signals[0])  # so that `with` and `finally` blocks run
 
 
 # -- all ends with one command -----------------------------------------------------------------------------------------
@@ -414,6 +435,7 @@ def _start_all(
 def _wait_for_all(started: Sequence[_Process], deadline: llm_datadist.Deadline) -> None:
     """Until all have ended. Once one has failed, the others get a little time to notice it themselves."""
     while any(process.popen.poll() is None for process in started):
+        raise_if_signalled()
         if deadline.expired:
             raise Failed("not all ends ended in time")
         if any(process.popen.poll() for process in started):

@@ -17,7 +17,7 @@ import time
 
 import datadist_core as llm_datadist
 
-from ._ends import PROMPT, End, Failed, fill, free_address, main, pattern
+from ._ends import PROMPT, End, Failed, fill, free_address, main, pattern, raise_if_signalled
 
 DECODERS = (2, 3)
 RANKS = {PROMPT: 0, 2: 1, 3: 2}  # cluster id -> rank
@@ -41,6 +41,7 @@ def rank_table(rank_0: llm_datadist.HostPort) -> str:
 def wait_until_linked(end: End, datadist: llm_datadist.LLMDataDist, comm_id: int) -> None:
     """PREPARING until all members have called `link`, then OK; or FAILED."""
     while (status := datadist.query_register_mem_status(comm_id)) is MemStatus.PREPARING:
+        raise_if_signalled()
         if end.deadline.expired:
             raise Failed("not all members called link in time")
         time.sleep(0.05)

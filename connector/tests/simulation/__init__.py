@@ -28,5 +28,6 @@ The invariants, by the name that a violation has:
     leak      when all is quiet, every block is back and every table is empty
     unknown   vLLM is never told the end of what it does not know, or twice
     fatal     no exception leaves the code
-    calm      where nothing went wrong, no lease was left to its time and no load or push failed
+    calm      where nothing went wrong, no lease was left to its time and no load or push failed; but for a push that
+              was asked for once more after an abort, which may come when P has let go, or before it has
 """

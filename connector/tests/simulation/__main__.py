@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import Pool
 
 from .coverage import Row, all_rows, counting
-from .schedule import Outcome, Schedule
+from .schedule import Outcome, Schedule, run_schedule
 from .world import Violation
 
 _BATCH = 250
@@ -37,7 +37,7 @@ class Batch:
         with counting() as met:
             for seed in range(first, first + count):
                 try:
-                    self.outcomes.append(Schedule(seed).run())
+                    self.outcomes.append(run_schedule(seed))
                 except Violation as violation:
                     self.violations[seed] = str(violation)
         self.met: set[Row] = set(met)

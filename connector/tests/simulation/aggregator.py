@@ -24,6 +24,8 @@ class Aggregator:
         sent: set[str] = set()
         received: set[str] = set()
         for report in reports.values():
+            if not (report.sent or report.received or report.failed) and report.notes.is_empty():
+                continue
             self._count("sent", report.sent, sent)
             self._count("received", report.received, received)
             self._failed |= report.failed

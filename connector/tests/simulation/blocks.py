@@ -87,6 +87,11 @@ class Request:
         self.done = done
 
     @property
+    def transfer_id(self) -> str:
+        """Of a push that the router has named; "" for others."""
+        return (self.kv_transfer_params or {}).get("transfer_id", "")
+
+    @property
     def is_finished(self) -> bool:
         return self.status.name.startswith("FINISHED")
 

@@ -28,9 +28,9 @@ class Checks:
 
     def tokens(self, request: Request, worker: SimWorker, block: int, first: int, end: int) -> None:
         """Tokens first..end-1, all of one block."""
-        span = slice(first % BLOCK_TOKENS, (end - 1) % BLOCK_TOKENS + 1)
+        at = block * BLOCK_TOKENS + first % BLOCK_TOKENS
         for head in worker.heads:
-            found, right = worker.memory[head][block][span], request.tags[head][first:end]
+            found, right = worker.memory[head][at : at + end - first], request.tags[head][first:end]
             if found != right:
                 raise Violation(
                     "tags",

@@ -30,27 +30,31 @@ def row(table: Table[Any, Any, Any], state: Enum, event: Enum) -> Row:
 
 
 class _CountingRows(dict[Any, Any]):
-    def __init__(self, table: Table[Any, Any, Any], met: Counter[Row]) -> None:
-        super().__init__(table.rows)
-        self._table = table
-        self._met = met
+    """Each row with how often it was used; one look-up for both."""
+
+    def __init__(self, table: Table[Any, Any, Any]) -> None:
+        super().__init__({key: [value, 0] for key, value in table.rows.items()})
 
     def get(self, key: Any, default: Any = None) -> Any:
-        self._met[row(self._table, *key)] += 1
-        return super().get(key, default)
+        counted = super().get(key)
+        if counted is None:
+            return default
+        counted[1] += 1
+        return counted[0]
 
 
 @contextmanager
 def counting() -> Iterator[Counter[Row]]:
-    """How often each row was used, while the context lasts."""
+    """How often each row was used: filled in when the context ends."""
     met: Counter[Row] = Counter()
     rows = [table.rows for table in TABLES]
     try:
         for table in TABLES:
-            table.rows = _CountingRows(table, met)
+            table.rows = _CountingRows(table)
         yield met
     finally:
         for table, own in zip(TABLES, rows, strict=True):
+            met.update({row(table, *key): count for key, (_, count) in table.rows.items() if count})
             table.rows = own
 
 

@@ -41,6 +41,7 @@ class Step:
     def __init__(self, scheduled: list[tuple[Request, int, int]], work: StepWork) -> None:
         self.scheduled = scheduled
         self.work = work
+        self.has_work = not work.is_empty()
         self.reports: dict[int, StepEnds[GroupEnd]] = {}
         self.freed_later: list[Request] = []
 
@@ -77,7 +78,7 @@ class Engine:
         #: P: requests that are or were pushed, and their transfer ids.
         self.pushed: dict[RequestKey, Request] = {}
         self.transfers: dict[RequestKey, str] = {}
-        self.num_failed_loads = 0
+        self.failed_loads: list[Request] = []
         self.stops_next = False
         self._to_preempt: Request | None = None
         self._received: set[str] = set()
@@ -116,7 +117,8 @@ class Engine:
         self._between_steps(lambda: self._add(request))
 
     def abort(self, request: Request) -> None:
-        if self.is_alive and self.shape.aborts_at_once and self._step is not None:
+        is_known = self.requests.get(request.request_id) is request
+        if self.is_alive and self.shape.aborts_at_once and self._step is not None and is_known:
             self._finish([request], "FINISHED_ABORTED")
         else:
             self._between_steps(lambda: self._finish([request], "FINISHED_ABORTED"))
@@ -149,7 +151,7 @@ class Engine:
         work = self.side.take_work(scheduler_output(scheduled) if scheduled or len(self.side._pushes) else None)
         self._note_pushes(work)
         step = self._step = Step(scheduled, work)
-        if not work.is_empty():
+        if step.has_work:
             self.world.note("%s step: %s", self.name, work)
         for worker in self.workers:
             worker.later(self._lag_s(), lambda worker=worker: self._execute(step, worker))  # type: ignore[misc]
@@ -172,7 +174,8 @@ class Engine:
     def _execute(self, step: Step, worker: SimWorker) -> None:
         if not self.is_alive:
             return
-        worker.start(step.work)
+        if step.has_work:
+            worker.start(step.work)
         worker.later(self._lag_s(), lambda: self._forward(step, worker))
 
     def _forward(self, step: Step, worker: SimWorker) -> None:
@@ -184,7 +187,7 @@ class Engine:
                 for head in worker.heads:
                     tags, memory = request.tags[head], worker.memory[head]
                     for i in range(first, end):
-                        memory[request.blocks[i // BLOCK_TOKENS]][i % BLOCK_TOKENS] = tags[i]
+                        memory[request.blocks[i // BLOCK_TOKENS] * BLOCK_TOKENS + i % BLOCK_TOKENS] = tags[i]
         for chunk in step.work.push_chunks:
             worker.pusher.computed(chunk.key, chunk.end_token)
         step.reports[worker.place.index] = worker.take_ends()
@@ -197,6 +200,9 @@ class Engine:
 
     def _schedule(self) -> list[tuple[Request, int, int]]:
         scheduled: list[tuple[Request, int, int]] = []
+        if not (self.running or self.waiting):
+            self._to_preempt = None
+            return scheduled
         budget = self.shape.step_tokens
         preempted = False
         for request in list(self.running):
@@ -219,7 +225,7 @@ class Engine:
             self._preempt(victim)
             scheduled = [one for one in scheduled if one[0] is not victim]
             preempted = True
-        if not preempted:
+        if self.waiting and not preempted:
             self._schedule_waiting(scheduled, budget)
         return scheduled
 
@@ -342,7 +348,7 @@ class Engine:
         for request_id in sorted(failed):
             request = self.requests.get(request_id)
             if request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS":
-                self.num_failed_loads += 1
+                self.failed_loads.append(request)
                 if self.shape.recomputes:
                     request.num_computed_tokens = 0
                     self._failed.add(request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from datadist_core.errors import LLMException, PeerLost, RemoteError, TimedOut
@@ -12,7 +13,7 @@ from vllm_datadist.handoff.desk import Sources
 from vllm_datadist.handoff.lease import Reader
 from vllm_datadist.handoff.load import RELINK_PAUSE_S, Effect, LoadMachine, LoadState
 from vllm_datadist.handoff.parts import GroupEnd, PartTable
-from vllm_datadist.messages import Endpoint, LoadJob, ReleaseJob, RequestKey
+from vllm_datadist.messages import Endpoint, LeaseState, LoadJob, ReleaseJob, RequestKey
 
 from .calls import CALL_TIMEOUT_S, ask
 from .network import Answering, Link
@@ -22,9 +23,23 @@ if TYPE_CHECKING:
     from .blocks import Request
     from .worker import SimWorker
 
+#: Between two releases of a lease that P does not know yet.
+LONGEST_PAUSE_S = 4.0
+
+
+@dataclass(frozen=True)
+class _Release:
+    """As in `worker.releases`."""
+
+    job: ReleaseJob
+    endpoint: Endpoint
+    num_readers: int
+    until_s: float
+    pause_s: float = 0.25
+
 
 class SimLoader:
-    """As the threads of `worker.loads`: `num_threads` parts at the same time, and one release without a load."""
+    """As the threads of `worker.loads`: `num_threads` parts at the same time; and of `worker.releases`."""
 
     def __init__(self, worker: SimWorker) -> None:
         self._worker = worker
@@ -34,11 +49,10 @@ class SimLoader:
         self._num_running = 0
         self._pauses: dict[LoadMachine, Callable[[], None]] = {}
         self._links: dict[LoadMachine, Link] = {}
-        self._releases: deque[tuple[ReleaseJob, Endpoint, int]] = deque()
-        self._is_releasing = False
+        self._num_releasing = 0
 
     def is_busy(self) -> bool:
-        return bool(len(self.table) or self._queue or self._num_running or self._releases or self._is_releasing)
+        return bool(len(self.table) or self._queue or self._num_running or self._num_releasing)
 
     def is_reading(self, key: RequestKey) -> bool:
         return any(machine.key == key for machine in self.reads)
@@ -67,8 +81,8 @@ class SimLoader:
         self.table.fail(job.key, error)
 
     def submit_release(self, job: ReleaseJob, endpoint: Endpoint, count: int = 1) -> None:
-        self._releases.append((job, endpoint, count))
-        self._release_next()
+        self._num_releasing += 1
+        self._release(_Release(job, endpoint, count, self._worker.clock() + job.remote.lease_s))
 
     def cancel(self, key: RequestKey) -> None:
         self._end_early(self.table.cancel(key))
@@ -145,7 +159,7 @@ class SimLoader:
             self._pauses.pop(machine, None)
             self._perform(machine, machine.pause_over(self._worker.clock()))
 
-        timer = self._worker.clock.after(RELINK_PAUSE_S, lambda: self._worker.act(go_on))
+        timer = self._worker.clock.after(RELINK_PAUSE_S, go_on, self._worker)
         self._pauses[machine] = lambda: self._worker.later(0.0, lambda: go_on() if timer.call is not None else None)
 
     def _drop_link(self, machine: LoadMachine) -> None:
@@ -164,25 +178,28 @@ class SimLoader:
 
     # --- releases without a load ---
 
-    def _release_next(self) -> None:
-        if self._is_releasing or not self._releases:
-            return
-        self._is_releasing = True
-        job, endpoint, count = self._releases.popleft()
-        deadline_s = self._worker.clock() + self._worker.limits.link_timeout_s
+    def _release(self, release: _Release) -> None:
+        """Any number at the same time: no worker of P keeps what is for others waiting."""
+        worker = self._worker
 
         def linked(outcome: Link | LLMException) -> None:
-            if isinstance(outcome, Link):
-                left_s = max(0.0, min(CALL_TIMEOUT_S, deadline_s - self._worker.clock()))
-                self._ask(job, endpoint, count, left_s, self._released)
-            else:
-                self._released(outcome)
+            if not isinstance(outcome, Link):
+                self._released(release, outcome)
+                return
+            timeout_s = min(CALL_TIMEOUT_S, worker.limits.link_timeout_s)
+            done = lambda end: self._released(release, end)  # noqa: E731
+            self._ask(release.job, release.endpoint, release.num_readers, timeout_s, done)
 
-        self._worker.peers.ready(endpoint, deadline_s, linked)
+        worker.peers.ready(release.endpoint, worker.clock() + worker.limits.link_timeout_s, linked)
 
-    def _released(self, outcome: object) -> None:
-        self._is_releasing = False
-        self._release_next()
+    def _released(self, release: _Release, outcome: object) -> None:
+        """P may not have opened the lease yet: asked again until the lease would be over."""
+        next_s = self._worker.clock() + release.pause_s
+        if outcome == [LeaseState.UNKNOWN] and next_s < release.until_s:
+            again = replace(release, pause_s=min(LONGEST_PAUSE_S, 2 * release.pause_s))
+            self._worker.wake_at(next_s, lambda: self._release(again))
+        else:
+            self._num_releasing -= 1
 
 
 _PERFORM: dict[Effect, Callable[[SimLoader, LoadMachine], None]] = {
@@ -252,7 +269,8 @@ class Read:
         source, target = self._todo.popleft()
         if source is None or target is None:
             raise Violation("tags", f"{self.job.key}: a block of the load is missing")
-        content = [(head, list(p.memory[head][source])) for head in self.heads]
+        size = self.worker.engine.block_tokens
+        content = [(head, p.memory[head][source * size : (source + 1) * size]) for head in self.heads]
         self.worker.later(self.worker.network.faults.delay_s * 0.1, lambda: self._put(target, content))
 
     def _put(self, target: int, content: list[tuple[int, list[int]]]) -> None:
@@ -263,7 +281,7 @@ class Read:
         if not self.link.target.truth.protects(self.job.remote.key):
             self.was_protected = False
         for head, tags in content:
-            self.worker.memory[head][target][:] = tags
+            self.worker.memory[head][target * len(tags) : (target + 1) * len(tags)] = tags
         self._next_block()
 
     def _end(self, outcome: object) -> None:

@@ -11,6 +11,7 @@ from vllm_datadist.handoff.lease import LEASE_TABLE, LeaseEvent, LeasePhase, Lea
 from vllm_datadist.handoff.offer import OFFER_TABLE, OfferEffect, OfferEvent, OfferMachine, OfferPhase
 from vllm_datadist.handoff.parts import GROUP_TABLE, GroupEffect, GroupEvent, GroupState
 from vllm_datadist.handoff.push import PUSH_TABLE, PushEffect, PushEvent, PushMachine, PushPhase, Send
+from vllm_datadist.handoff.push_readers import Announcements, ServedBook
 from vllm_datadist.handoff.pushes import PushTable
 from vllm_datadist.messages import LeaseState, LoadJob, OfferRef, OfferState
 
@@ -147,6 +148,36 @@ def _void_offers_are_not_let_go(patch: Patch) -> None:
     patch.setattr(PushTable, "withdraw", forgetful)
 
 
+def _who_has_let_go_counts_for_the_next(patch: Patch) -> None:
+    patch.setattr(ServedBook, "keep_only", lambda self, transfer_id, key: None)
+
+
+def _another_ends_the_lease_of_who_is_announced(patch: Patch) -> None:
+    serve = PushTable._serve
+
+    def serve_all(self: Any, *args: Any) -> None:
+        announced, self._announced = self._announced, Announcements(0)
+        serve(self, *args)
+        self._announced = announced
+
+    patch.setattr(PushTable, "_serve", serve_all)
+
+
+def _announced_offers_are_not_waited_for(patch: Patch) -> None:
+    patch.setattr(Announcements, "__iter__", lambda self: iter(()))
+
+
+def _a_grant_holds_for_any_link(patch: Patch) -> None:
+    next_send = PushMachine._next_send
+
+    def over_any(self: PushMachine) -> Send:
+        return replace(next_send(self), link_id=None)
+
+    patch.setattr(PushMachine, "_next_send", over_any)
+    end = (OfferPhase.ENDED, (OfferEffect.REPORT,))
+    patch.setitem(OFFER_TABLE.rows, (OfferPhase.FENCING, OfferEvent.FENCED_AGAIN), end)
+
+
 PUSH_MUTATIONS = (
     Mutation(
         "the first of several readers ends the lease", ("lease", "tags", "blocks", "calm"), _first_reader_ends_the_lease
@@ -163,15 +194,21 @@ PUSH_MUTATIONS = (
     Mutation("a granted offer is dropped without P's word", ("reserved", "blocks"), _granted_offers_are_dropped, 1.0),
     Mutation("the fence is skipped", ("reserved", "blocks"), _the_fence_is_skipped, 1.0),
     Mutation("a withdrawal is confirmed during a send", ("reserved", "blocks"), _withdrawn_is_said_during_a_send, 1.0),
-    Mutation("any notice of P is heard", ("complete", "reserved"), _any_notice_is_heard, 1.0),
+    Mutation("any notice of P is heard", ("complete", "reserved", "calm"), _any_notice_is_heard, 1.0),
     Mutation("done is told before the last chunk", ("complete", "blocks"), _done_before_the_last_chunk, 1.0),
     Mutation("tokens that D has are sent too", ("position", "reserved"), _all_tokens_are_sent, 1.0),
     Mutation("blocks that a request has lost are sent", ("source", "tags", "complete"), _lost_blocks_are_sent, 1.0),
-    Mutation("a void send counts", ("complete", "tags"), _a_void_send_counts, 1.0),
+    Mutation("a void send counts", ("complete", "tags", "calm"), _a_void_send_counts, 1.0),
     Mutation("blocks are freed under a send", ("source", "tags"), _freed_under_a_send, 1.0),
     Mutation("an offer has no end at P", ("leak", "ends"), _an_offer_lives_on_at_p, 1.0),
     Mutation(
         "who is served before the lease is opened is forgotten", ("calm",), _served_before_the_lease_is_forgotten, 1.0
     ),
     Mutation("an offer that was void is never let go", ("calm",), _void_offers_are_not_let_go, 1.0),
+    Mutation("who has let go ends the lease of the next", ("blocks",), _who_has_let_go_counts_for_the_next, 1.0),
+    Mutation(
+        "another ends the lease of who is announced", ("blocks",), _another_ends_the_lease_of_who_is_announced, 1.0
+    ),
+    Mutation("an offer that is announced is not waited for", ("calm",), _announced_offers_are_not_waited_for, 1.0),
+    Mutation("a grant holds for any link", ("reserved", "blocks"), _a_grant_holds_for_any_link, 1.0),
 )

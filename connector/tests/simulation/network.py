@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING
 
 from datadist_core.errors import (
@@ -47,6 +48,23 @@ class Faults:
     odd: float = 0.0
     wakes_late_s: float = 0.0
     delay_s: float = 0.005
+
+
+def any_faults(rng: Random) -> Faults:
+    bad = rng.choice((0.0, 0.03, 0.15))
+    return Faults(
+        link_fails=rng.choice((0.0, bad)),
+        link_hangs=rng.choice((0.0, bad)),
+        call_breaks=rng.choice((0.0, bad)),
+        answer_lost=rng.choice((0.0, bad, 0.4)),
+        call_late=rng.choice((0.0, bad)),
+        read_stalls=rng.choice((0.0, 0.05, 0.3)),
+        read_hangs=rng.choice((0.0, 0.0, 0.03)),
+        very_slow=rng.choice((0.0, 0.02)),
+        odd=rng.choice((0.0, 0.0, 0.03, 0.2)),
+        wakes_late_s=rng.choice((0.0, 0.3, 3.0)),
+        delay_s=rng.choice((0.001, 0.01, 0.1)),
+    )
 
 
 class LinkEnd:

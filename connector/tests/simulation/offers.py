@@ -37,7 +37,7 @@ FIND_PAUSE_S = 0.3
 FENCE_POLL_S = 0.25
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class OfferEnds:
     """As `worker.offers.OfferEnds`."""
 
@@ -65,10 +65,10 @@ class SimOffers:
         self.table: PartTable[OfferMachine] = PartTable()
         self.runs: dict[OfferMachine, _Run] = {}
         self._finding: dict[RequestKey, OfferJob] = {}
-        self._num_withdrawing = 0
+        self._num_notices = 0
 
     def is_busy(self) -> bool:
-        return bool(len(self.table) or self.runs or self._finding or self._num_withdrawing)
+        return bool(len(self.table) or self.runs or self._finding or self._num_notices)
 
     def may_write(self, ref: OfferRef) -> bool:
         return any(run.open_ref == ref for run in self.runs.values())
@@ -76,18 +76,24 @@ class SimOffers:
     # --- what the desk calls ---
 
     def announce(self, job: AnnounceJob) -> None:
-        """It keeps P's lease alive, on which nothing that is safe depends: here the lease runs out."""
+        """Until the offer comes P keeps its lease alive by itself."""
+        ref, timeout_s = OfferRef(job.source.transfer_id, lease_ref(job.key)), self._worker.limits.push_timeout_s
+        found = self._workers(job.source)
+        for endpoint in () if found is None else self._worker.sources(found).endpoints:
+            self._say(endpoint, lambda p, answer: p.pusher.on_announce(ref, timeout_s, answer))
 
     def submit(self, job: OfferJob) -> None:
         self._finding[job.key] = job
-        deadline_s = self._worker.clock() + self._worker.limits.push_timeout_s
-        self._worker.later(0.0, lambda: self._find(job, deadline_s))
+        limits, now_s = self._worker.limits, self._worker.clock()
+        deadline_s = now_s + limits.push_timeout_s
+        limit_s = now_s + min(limits.push_timeout_s, limits.link_timeout_s)
+        self._worker.later(0.0, lambda: self._find(job, deadline_s, limit_s))
 
     def cancel(self, key: RequestKey) -> None:
         job = self._finding.pop(key, None)
         if job is not None:
             self.table.fail(key, Cancelled("the request is gone"))
-            self.withdraw(WithdrawJob(key, job.source))
+            self._withdraw_parts(WithdrawJob(key, job.source))
         self._end_early(self.table.cancel(key))
 
     def withdraw(self, job: WithdrawJob) -> None:
@@ -98,8 +104,19 @@ class SimOffers:
         for endpoint in [] if found is None else found[worker.place.index :: worker.engine.shape.tp_size]:
             self._tell_withdrawn(endpoint, ref, 1)
 
+    def _withdraw_parts(self, job: WithdrawJob) -> None:
+        """What this worker was about to offer, as others of D do, and in the words that they use."""
+        found = self._workers(job.source)
+        if found is not None:
+            sources, ref = self._worker.sources(found), OfferRef(job.source.transfer_id, lease_ref(job.key))
+            for one in sources.read:
+                self._tell_withdrawn(one.endpoint, ref, one.num_readers)
+            for endpoint in sources.unread:
+                self._tell_withdrawn(endpoint, ref, 1)
+
     def take_ends(self) -> OfferEnds:
-        self._end_early(self.table.give_up(self._worker.clock()))
+        if len(self.table):
+            self._end_early(self.table.give_up(self._worker.clock()))
         return OfferEnds(self.table.take_ends(), self.table.take_settled())
 
     # --- who P is ---
@@ -113,16 +130,17 @@ class SimOffers:
             return None
         return [worker.endpoint for worker in first.engine.workers]
 
-    def _find(self, job: OfferJob, deadline_s: float) -> None:
-        if job.key not in self._finding:
+    def _find(self, job: OfferJob, deadline_s: float, limit_s: float) -> None:
+        """P may be starting: it is looked for until `limit_s`."""
+        if self._finding.get(job.key) is not job:
             return
         worker = self._worker
         found = self._workers(job.source)
         if found is not None:
             del self._finding[job.key]
             self._begin(job, found, deadline_s)
-        elif worker.clock() + FIND_PAUSE_S < deadline_s:
-            worker.wake_after(FIND_PAUSE_S, lambda: self._find(job, deadline_s))
+        elif worker.clock() + FIND_PAUSE_S < limit_s:
+            worker.wake_after(FIND_PAUSE_S, lambda: self._find(job, deadline_s, limit_s))
         else:
             del self._finding[job.key]
             self.table.fail(job.key, LinkFailed("nobody listens there"))
@@ -255,7 +273,9 @@ class SimOffers:
         def lost(error: LLMException) -> None:
             if run.go_on is go_on:
                 run.go_on = None
-                worker.later(0.0, lambda: self._outcome(machine, error))
+                late_s = worker.world.rng.choice((0.0, 0.0, 0.05, 1.0)) * worker.world.rng.random()
+                late_s += worker.hears_late_s
+                worker.later(late_s, lambda: self._outcome(machine, error))
 
         end.on_lost.append(lost)
         self._wait(run, go_on, machine.wake_s)
@@ -286,16 +306,19 @@ class SimOffers:
         self._end_early(self.table.ended(run.machine))
 
     def _tell_withdrawn(self, endpoint: Endpoint, ref: OfferRef, count: int) -> None:
-        """Once, without waiting for the answer."""
+        who = self._worker.cluster_id
+        self._say(endpoint, lambda p, answer: p.pusher.on_withdraw(who, ref, count, answer))
+
+    def _say(self, endpoint: Endpoint, perform: Callable[[SimWorker, Answering], None]) -> None:
+        """As `worker.notices`: once, without waiting for the answer. Of several to one worker any may be the first."""
         worker = self._worker
-        self._num_withdrawing += 1
+        self._num_notices += 1
 
         def over(outcome: object) -> None:
-            self._num_withdrawing -= 1
+            self._num_notices -= 1
 
         def linked(outcome: Link | LLMException) -> None:
             if isinstance(outcome, Link):
-                perform = lambda p, answer: p.pusher.on_withdraw(worker.cluster_id, ref, count, answer)  # noqa: E731
                 ask(worker, outcome.near, perform, CALL_TIMEOUT_S, over)
             else:
                 over(outcome)

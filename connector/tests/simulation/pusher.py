@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from datadist_core.errors import Cancelled, LLMException, PeerLost, RemoteError, TimedOut
 from vllm_datadist.handoff.lease import Reader
 from vllm_datadist.handoff.push import PushEffect, PushMachine, Send
+from vllm_datadist.handoff.push_readers import request_key
 from vllm_datadist.handoff.pushes import PushAct, PushTable
 from vllm_datadist.messages import Offer, OfferRef, OfferState, RequestKey, StepWork
 
@@ -40,7 +41,7 @@ class SimPusher:
         self._withdrawals: list[Callable[[], bool]] = []
 
     def is_busy(self) -> bool:
-        return bool(len(self.table) or self.sends)
+        return bool(self.sends or not self.table.is_idle)
 
     # --- the engine's step ---
 
@@ -75,8 +76,19 @@ class SimPusher:
 
     # --- services for D ---
 
+    def on_announce(self, ref: OfferRef, timeout_s: float, answer: Answering) -> None:
+        until_s = self._worker.clock() + timeout_s
+        self._worker.truth.expects(ref.transfer_id, request_key(ref), until_s)
+        self.table.announce(ref, until_s)
+        answer(True)
+        self._act()
+
     def on_offer(self, cluster_id: int, offer: Offer, answer: Answering) -> None:
-        answer(self.table.offer(cluster_id, offer, self._worker.clock()))
+        self._worker.truth.has_come(offer.ref.transfer_id, request_key(offer.ref))
+        found = self.table.offer(cluster_id, offer, self._worker.clock())
+        if found.state is OfferState.ACCEPTED:
+            self._worker.truth.takes_over(offer.ref.transfer_id, request_key(offer.ref))
+        answer(found)
         self._act()
 
     def on_state(self, cluster_id: int, ref: OfferRef, answer: Answering) -> None:
@@ -96,9 +108,7 @@ class SimPusher:
         if not try_to(False):
             waiting = lambda: try_to(False)  # noqa: E731
             self._withdrawals.append(waiting)
-            self._worker.clock.after(
-                WITHDRAW_WAIT_S, lambda: self._worker.act(lambda: self._time_over(waiting, try_to))
-            )
+            self._worker.clock.after(WITHDRAW_WAIT_S, lambda: self._time_over(waiting, try_to), self._worker)
         self._act()
 
     def _time_over(self, waiting: Callable[[], bool], try_to: Callable[[bool], bool]) -> None:
@@ -126,7 +136,7 @@ class SimPusher:
             _PERFORM[act.effect](self, act)
             self._worker.engine.nemesis(self._worker, act.push)
         self._withdrawals = [waiting for waiting in self._withdrawals if not waiting()]
-        if len(self.table) and not self._is_sweeping:
+        if not self.table.is_idle and not self._is_sweeping:
             self._is_sweeping = True
             self._worker.wake_after(SWEEP_S, self._sweep)
 
@@ -194,7 +204,7 @@ class SimPusher:
 
 
 def _reader(cluster_id: int, ref: OfferRef) -> Reader:
-    return Reader(cluster_id, RequestKey(ref.request.request_id, ref.request.attempt))
+    return Reader(cluster_id, request_key(ref))
 
 
 _PERFORM: dict[PushEffect, Callable[[SimPusher, PushAct], None]] = {
@@ -296,11 +306,9 @@ class SimSend:
         self._check_source(index, source)
         d, size = self.end.other.worker, self.worker.engine.block_tokens
         first, end = self._tokens(index)
-        span = slice(first - index * size, end - index * size)
-        content = [(h, self.worker.memory[h][source][span]) for h in self.worker.heads if h in d.heads]
-        self.worker.later(
-            self.worker.network.faults.delay_s * 0.1, lambda: self._put(target, (first, end), span, content)
-        )
+        at = (source - index) * size
+        content = [(h, self.worker.memory[h][at + first : at + end]) for h in self.worker.heads if h in d.heads]
+        self.worker.later(self.worker.network.faults.delay_s * 0.1, lambda: self._put(target, (first, end), content))
 
     def _check_source(self, index: int, source: int) -> None:
         """What is sent is P's to send, and final: unless the send is void."""
@@ -312,7 +320,7 @@ class SimSend:
         first, end = self._tokens(index)
         worker.engine.checks.tokens(request, worker, source, first, end)
 
-    def _put(self, target: int, tokens: tuple[int, int], span: slice, content: list[tuple[int, list[int]]]) -> None:
+    def _put(self, target: int, tokens: tuple[int, int], content: list[tuple[int, list[int]]]) -> None:
         """P's process writes into D's memory. D's process may be stopped, or gone."""
         if self._done is None or self.is_cut or self.end is None:
             return
@@ -328,8 +336,10 @@ class SimSend:
         if tokens[0] < request.num_load_from:
             raise Violation("position", f"{self.worker.name} writes tokens {tokens} of {key}, which has some of them")
         written = d.engine.written.setdefault(key, set())
+        size = d.engine.block_tokens
+        at = target * size + tokens[0] % size
         for head, tags in content:
-            d.memory[head][target][span] = tags
+            d.memory[head][at : at + len(tags)] = tags
             if not self.is_void:
                 written.update((d.place.index, head, token) for token in range(*tokens))
             else:

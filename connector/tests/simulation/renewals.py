@@ -42,7 +42,7 @@ class SimRenewals:
             return
         next_s = self.table.next_due_s()
         if next_s is not None:
-            self._worker.clock.at(next_s, lambda: self._worker.act(self._look))
+            self._worker.clock.at(next_s, self._look, self._worker)
 
     def _ask_next(self, due: deque[tuple[Endpoint, list[Watched]]]) -> None:
         if not due:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,11 @@ from vllm_datadist.handoff.push import PushMachine, PushPhase
 
 from .blocks import Prompt, Request
 from .engine import Engine
-from .network import Faults, Network
-from .shape import EngineShape, Limits
+from .network import Faults, Network, any_faults
+from .quiet import check_calm, check_quiet
+from .shape import any_shape
 from .worker import SimWorker
-from .world import Violation, World
+from .world import Violation, World, all_at_once
 
 #: Faults end here, and everything must have ended by `QUIET_S`.
 FAULTS_S = 20.0
@@ -58,13 +60,21 @@ class Schedule:
         self.network = Network(self.world)
         is_calm = self.rng.random() < 0.15
         self.is_calm = is_calm if calm is None else calm
-        self.lease_s = self.rng.choice((2.0, 4.0, 8.0, 15.0))
+        # A lease lasts 20 times its time at most: in calm longer than any queue.
+        self.lease_s = self.rng.choice((3.0 if self.is_calm else 2.0, 4.0, 8.0, 15.0))
         share = self.rng.choice((0.0, 0.0, 0.5, 1.0))
         self.pushes = share if pushes is None else pushes
+        #: Links break just where P has been granted what it has not computed yet, or has not asked yet.
+        self.glitch_at: PushPhase | OfferPhase | None = None
+        if not self.is_calm and self.pushes > 0 and self.rng.random() < 0.3:
+            self.glitch_at = self.rng.choice((PushPhase.READY, PushPhase.READY, OfferPhase.AWAITING))
         self.strikes = self.rng.choice((0.0, 0.04, 0.15))
         self.tp_sizes = self.rng.choice(((1,), (1,), (2,), (1, 2), (1, 2), (1, 2, 4)))
         self.names = ["P", "D", "E"] if self.rng.random() < 0.4 else ["P", "D"]
-        self.shapes = {name: self._shape(name) for name in self.names}
+        self.shapes = {name: any_shape(self.rng, self.lease_s, self.tp_sizes, self.is_calm) for name in self.names}
+        if self.glitch_at is not None:  # many steps for one prompt
+            for shape in self.shapes.values():
+                shape.step_tokens = 3
         self.engines: dict[str, Engine] = {}
         self.incarnations: dict[str, int] = {}
         self.num_open = 0
@@ -72,42 +82,15 @@ class Schedule:
         self.num_transfers = 0
         self.num_crashes = 0
         self.open_ids: dict[str, set[str]] = {name: set() for name in self.names}
+        #: How many requests of D came for each transfer; those of which one was aborted.
+        self.num_asked: Counter[str] = Counter()
+        self.given_up: set[str] = set()
         self.tickets: dict[str, list[tuple[Prompt, dict[str, Any]]]] = {}
         for name in self.names:
             self._start(name)
         self._plan()
 
     # --- set-up ---
-
-    def _shape(self, name: str) -> EngineShape:
-        rng, calm = self.rng, self.is_calm
-        return EngineShape(
-            # With few blocks P and D may wait for each other until a lease or a deadline ends it: that is not calm.
-            num_blocks=96 if calm else rng.choice((10, 16, 32)),
-            tp_size=rng.choice(self.tp_sizes),
-            lease_s=self.lease_s,
-            limits=self._limits(),
-            recomputes=rng.random() < 0.6,
-            caches_prefixes=rng.random() < 0.5,
-            takes_last=rng.random() < 0.7,
-            max_running=rng.choice((1, 2, 4)),
-            aborts_at_once=rng.random() < 0.5,
-            step_s=rng.choice((0.01, 0.05, 0.15)),
-            idle_step_s=rng.choice((0.06, 0.1 if calm else 0.25)),
-            step_tokens=rng.choice((3, 5, 16)),
-            stops=0.0 if calm else rng.choice((0.0, 0.01, 0.1)),
-            preempts=rng.choice((0.0, 0.05, 0.2)),
-        )
-
-    def _limits(self) -> Limits:
-        rng = self.rng
-        if self.is_calm:
-            return Limits(60.0, 60.0, 10.0, rng.choice((1, 2)), 4096)
-        push_timeout_s = rng.choice((2.0, 6.0, 20.0))
-        return Limits(
-            rng.choice((1.0, 3.0, 12.0)), push_timeout_s, rng.choice((1.0, 4.0)), rng.choice((1, 2)),
-            rng.choice((1, 4096)),
-        )  # fmt: skip
 
     def _start(self, name: str) -> None:
         self.incarnations[name] = self.incarnations.get(name, 0) + 1
@@ -129,25 +112,15 @@ class Schedule:
             self.world.after(rng.uniform(0, FAULTS_S), self._new_local)
         if self.is_calm:
             self.network.faults = Faults(delay_s=rng.choice((0.001, 0.02, 0.1)))
-        else:
+        elif not is_mutual or rng.random() < 0.5:
             self._plan_faults()
+        else:
+            self.strikes = 0.0
+            self.world.after(FAULTS_S, self._heal)
 
     def _plan_faults(self) -> None:
         rng = self.rng
-        bad = rng.choice((0.0, 0.03, 0.15))
-        self.network.faults = Faults(
-            link_fails=rng.choice((0.0, bad)),
-            link_hangs=rng.choice((0.0, bad)),
-            call_breaks=rng.choice((0.0, bad)),
-            answer_lost=rng.choice((0.0, bad, 0.4)),
-            call_late=rng.choice((0.0, bad)),
-            read_stalls=rng.choice((0.0, 0.05, 0.3)),
-            read_hangs=rng.choice((0.0, 0.0, 0.03)),
-            very_slow=rng.choice((0.0, 0.02)),
-            odd=rng.choice((0.0, 0.0, 0.03, 0.2)),
-            wakes_late_s=rng.choice((0.0, 0.3, 3.0)),
-            delay_s=rng.choice((0.001, 0.01, 0.1)),
-        )
+        self.network.faults = any_faults(rng)
         kinds = (
             (self._crash, 2), (self._cut, 2), (self._jump, 3), (self._outage, 1), (self._drain, 1), (self._stop, 3)
         )  # fmt: skip
@@ -167,9 +140,15 @@ class Schedule:
     def _strike(self, worker: SimWorker, machine: Machine) -> None:
         """Something happens just when a machine has moved on, most likely in a state that is rare."""
         rng = self.rng
-        is_load = isinstance(machine, LoadMachine)
-        is_rare = (machine.state if is_load else machine.phase) in _RARE
-        chance = self.strikes * (6 if is_rare or (is_load and worker.loader.is_ahead_of_p(machine)) else 1)
+        state: LoadState | OfferPhase | PushPhase
+        if isinstance(machine, LoadMachine):
+            state, is_ahead = machine.state, worker.loader.is_ahead_of_p(machine)
+        else:
+            state, is_ahead = machine.phase, False
+        if state is self.glitch_at:
+            self._glitch(worker, machine)
+            return
+        chance = self.strikes * (6 if state in _RARE or is_ahead else 1)
         if rng.random() >= chance or self.world.now > FAULTS_S:
             return
         engine, request = worker.engine, self._request_of(worker.engine, machine)
@@ -181,18 +160,40 @@ class Schedule:
             stop = lambda: worker.stop(rng.uniform(0.5, 12))  # noqa: E731
             preempt = lambda: engine.preempt_soon(request)  # noqa: E731
             kinds = (self._crash, self._cut, self._jump, self._outage, self._drain, overtake, overtake, stop, stop)
-            part = lambda: self._cut_and_abort(machine)  # noqa: E731
-            pushing = (preempt, preempt, preempt, preempt, part, part)
+            part = lambda: self._cut_and_abort(worker, machine)  # noqa: E731
+            linger = lambda: worker.stop(left_s + rng.uniform(2.5, 6))  # noqa: E731
+            pushing = (preempt, preempt, preempt, preempt, part, part, linger, linger)
             kind = rng.choice((*kinds, *pushing) if isinstance(machine, PushMachine) else kinds)
             self.world.after(rng.choice((0.0, 0.1)) * rng.random(), kind)
 
-    def _cut_and_abort(self, push: Machine) -> None:
-        """D loses its link to P and gives up one of its requests; others go on."""
+    def _glitch(self, worker: SimWorker, machine: Machine) -> None:
+        """Both ends hear late that their link is lost: when there is another already."""
+        rng = self.rng
+        if rng.random() < 0.2:
+            self.glitch_at = None
+        worker.hears_late_s = rng.uniform(0.5, 6)
+        when_s = rng.choice((0.0, 0.1)) * rng.random()
+        if isinstance(machine, PushMachine):
+            worker.engine.stops_next = True
+            self.world.after(when_s, lambda: self._cut_and_abort(worker, machine))
+        elif isinstance(machine, OfferMachine):
+            for p in self.engines[machine.endpoint.host].workers:
+                p.hears_late_s = rng.uniform(0.5, 6)
+            self.world.after(when_s, self._cut)
+            at_d, prompt = self._push_params(machine.endpoint.host), Prompt(4, rng.randint(2, 20))
+            self._ask_d(worker.engine.name, prompt, at_d, when_s + rng.uniform(0.0, 0.5))
+
+    def _cut_and_abort(self, p: SimWorker, push: Machine) -> None:
+        """D loses its link to P and gives up one of its requests; others go on, and another comes."""
+        rng = self.rng
         self._cut()
         for engine in self.engines.values():
             for key, request in list(engine.load_targets.items()):
                 if isinstance(push, PushMachine) and key.request_id == push.ref.request.request_id and engine.is_alive:
                     engine.abort(request)
+                    if engine is not p.engine:
+                        at_d, prompt = self._push_params(p.engine.name), Prompt(4, rng.randint(2, 20))
+                        self._ask_d(engine.name, prompt, at_d, rng.uniform(0.0, 1.0))
 
     def _request_of(self, engine: Engine, machine: Machine) -> Request | None:
         """Whom it hits if that machine's request is aborted. P's own, in calm, is to come to its end."""
@@ -280,7 +281,9 @@ class Schedule:
         if not self.is_calm and rng.random() < 0.08:
             self.world.note("the ticket of %s is lost", request.request_id)
             return
-        delay_s = rng.uniform(0, 0.2) if self.is_calm or rng.random() < 0.7 else rng.uniform(0, 2.5 * self.lease_s)
+        delay_s = rng.uniform(0, 0.2)
+        if not self.is_calm and rng.random() < 0.4:
+            delay_s = rng.choice((rng.uniform(0, 2.5), rng.uniform(0.9, 1.4))) * self.lease_s
         others = [name for name in self.names if name != source]
         self.tickets.setdefault(source, []).append((prompt, request.ticket))
         if not self.is_calm and rng.random() < 0.1:
@@ -296,30 +299,44 @@ class Schedule:
     def _new_push(self) -> None:
         """A router that calls P and D at the same time, or one after the other, in either order."""
         rng = self.rng
-        if rng.random() < 0.3 or (self.is_calm and self.lease_s < 15):
+        if rng.random() < 0.3:
             self._new_handoff(mode="push")  # one after the other, with the ticket
             return
         prompt = Prompt(rng.randint(1, 3), rng.choice((rng.randint(2, 20), rng.randint(14, 20))))
         source = "P" if self.is_calm or rng.random() < 0.7 else rng.choice(self.names)
-        self.num_transfers += 1
-        name = f"T{self.num_transfers}"
-        at_p = {"do_remote_decode": True, "transfer_mode": "push", "transfer_id": name}
-        at_d = {
-            "do_remote_prefill": True, "transfer_mode": "push", "transfer_id": name,
-            "remote_host": source, "remote_port": 1,
-        }  # fmt: skip
+        at_d = self._push_params(source)
+        at_p = {"do_remote_decode": True, "transfer_mode": "push", "transfer_id": at_d["transfer_id"]}
         others = [other for other in self.names if other != source]
-        width_s = rng.choice((0.02, 0.3, 2.0)) if self.is_calm else rng.choice((0.02, 0.3, 2.0, 8.0))
+        # In calm D is to have announced itself well before the time of P's lease is over.
+        width_s = rng.choice((0.02, 0.3, min(2.0, self.lease_s / 4)) if self.is_calm else (0.02, 0.3, 2.0, 8.0))
         p_s, d_s = rng.uniform(0, width_s), rng.uniform(0, width_s)
         odd = 0.0 if self.is_calm else rng.random()
+        if rng.random() < 0.12:
+            self._ask_d_in_vain(others, prompt, at_d, d_s)
+            p_s = d_s + rng.uniform(0, 1.5)
+        elif odd < 0.84 or odd > 0.92:
+            self._ask_d(rng.choice(others), prompt, at_d, d_s)
         if odd < 0.92:
             self.world.after(p_s, lambda: self._submit(source, prompt, at_p, 1, lambda _: None))
-        if odd < 0.84 or odd > 0.92:
-            self._ask_d(rng.choice(others), prompt, at_d, d_s)
         if not self.is_calm and rng.random() < 0.15:  # a router that tries again
             self._ask_d(rng.choice(others), prompt, at_d, d_s + rng.uniform(0, 4))
         if not self.is_calm and rng.random() < 0.1:
             self.world.after(p_s + rng.uniform(0, 4), lambda: self._submit(source, prompt, at_p, 1, lambda _: None))
+
+    def _push_params(self, source: str) -> dict[str, Any]:
+        """What D is told of another push, which may come or not."""
+        self.num_transfers += 1
+        return {
+            "do_remote_prefill": True, "transfer_mode": "push", "transfer_id": f"T{self.num_transfers}",
+            "remote_host": source, "remote_port": 1,
+        }  # fmt: skip
+
+    def _ask_d_in_vain(self, others: list[str], prompt: Prompt, params: dict[str, Any], delay_s: float) -> None:
+        """The client of the first D is gone soon, or that D is too slow: the router asks again, maybe another."""
+        rng = self.rng
+        name, again_s = rng.choice(others), delay_s + rng.uniform(0.05, 0.6)
+        self.world.after(delay_s, lambda: self._submit(name, prompt, params, 4, lambda _: None, again_s - delay_s))
+        self._ask_d(rng.choice(others), prompt, params, again_s + rng.uniform(0.0, 0.3))
 
     def _ask_d(self, name: str, prompt: Prompt, params: dict[str, Any], delay_s: float) -> None:
         num_children = self.rng.choice((1, 1, 1, 2))
@@ -352,17 +369,23 @@ class Schedule:
         params: dict[str, Any] | None,
         num_out: int,
         done: Callable[[Request], None],
+        aborted_s: float | None = None,
     ) -> None:
+        """`aborted_s`: after so long the client is gone; None: it may be, at any time."""
         engine = self.engines[name]
         if not engine.is_alive:
             return
         request_id = self._free_id(engine)
         self.num_requests += 1
         self.num_open += 1
+        if params is not None and "do_remote_prefill" in params and params.get("transfer_id"):
+            self.num_asked[params["transfer_id"]] += 1
 
         def ended(request: Request) -> None:
             self.num_open -= 1
             self.open_ids[name].discard(request_id)
+            if request.status.name == "FINISHED_ABORTED" and request.transfer_id:
+                self.given_up.add(request.transfer_id)
             done(request)
 
         request = Request(request_id, prompt, params, num_out, ended)
@@ -370,9 +393,10 @@ class Schedule:
         self.world.note("%s gets %s, prompt %d/%d, %s", name, request_id, prompt.family, prompt.num_tokens, params)
         engine.submit(request)
         is_p = params is not None and params.get("transfer_mode") == "push" and "do_remote_decode" in params
-        if self.rng.random() < 0.2 and not (self.is_calm and is_p):
-            wait_s = self.rng.choice((0.02, 0.2, 2.0, 8.0)) * self.rng.random()
-            self.world.after(wait_s, lambda: engine.abort(request) if engine.is_alive else None)
+        if aborted_s is None and self.rng.random() < 0.2 and not (self.is_calm and is_p):
+            aborted_s = self.rng.choice((0.02, 0.2, 2.0, 8.0)) * self.rng.random()
+        if aborted_s is not None:
+            self.world.after(aborted_s, lambda: engine.abort(request) if engine.is_alive else None)
 
     def _free_id(self, engine: Engine) -> str:
         """The first that the engine does not know any more: ids come back as soon as they can."""
@@ -397,53 +421,26 @@ class Schedule:
         for engine in self.engines.values():
             check_quiet(engine)
         if self.is_calm:
-            self._check_calm()
+            for engine in self.engines.values():
+                check_calm(engine, self._was_asked_again)
         engines = self.engines.values()
         return Outcome(
             self.world.num_events,
             self.num_requests,
             sum(len(engine.load_targets) for engine in engines),
-            sum(engine.num_failed_loads for engine in engines),
+            sum(len(engine.failed_loads) for engine in engines),
             self.num_crashes,
         )
 
     def _busy(self) -> str:
         return ", ".join(f"{engine.name} {list(engine.requests)}" for engine in self.engines.values())
 
-    def _check_calm(self) -> None:
-        """Nothing went wrong, so nothing may have been left to a lease's time, and no load may have failed."""
-        for engine in self.engines.values():
-            num_expired = sum(worker.leases.take_num_expired() for worker in engine.workers)
-            if num_expired or engine.num_failed_loads:
-                raise Violation(
-                    "calm", f"{engine.name}: {num_expired} leases expired, {engine.num_failed_loads} loads failed"
-                )
+    def _was_asked_again(self, transfer_id: str) -> bool:
+        """After a request was aborted another came for the same: P may have let go before, or it may be too early."""
+        return transfer_id in self.given_up and self.num_asked[transfer_id] > 1
 
 
 def run_schedule(seed: int, calm: bool | None = None, pushes: float | None = None) -> Outcome:
-    """Raises Violation."""
-    return Schedule(seed, calm=calm, pushes=pushes).run()
-
-
-def check_quiet(engine: Engine) -> None:
-    """Every table is empty, and every block is back."""
-    name = engine.name
-    left = {
-        "requests": engine.requests,
-        "holds": len(engine.side._holds),
-        "hand-offs": len(engine.side._handoffs),
-        "work": not engine.side._work.is_empty(),
-        "counts": engine._aggregator.counts,
-        "leases": [worker.leases.num_active for worker in engine.workers if worker.leases.num_active],
-        "watched": [len(worker.watcher.table) for worker in engine.workers if len(worker.watcher.table)],
-        "loads": [worker.place.index for worker in engine.workers if worker.loader.is_busy()],
-        "offers": [worker.place.index for worker in engine.workers if worker.offers.is_busy()],
-        "pushes": [worker.place.index for worker in engine.workers if worker.pusher.is_busy()],
-        "push requests": len(engine.side._pushes),
-        "settling": not engine.side._settling.is_idle,
-    }
-    leaks = {what: value for what, value in left.items() if value}
-    if leaks:
-        raise Violation("leak", f"{name}: left when all is quiet: {leaks}")
-    if len(engine.pool.free) != engine.pool.num_blocks:
-        raise Violation("leak", f"{name}: {engine.pool.num_blocks - len(engine.pool.free)} blocks did not come back")
+    """Without a trace. Raises Violation."""
+    with all_at_once():
+        return Schedule(seed, 0, calm, pushes).run()

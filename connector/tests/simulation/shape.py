@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from random import Random
 
 #: KV heads of the model. Engines with more workers than that hold each head several times.
 NUM_HEADS = 2
@@ -37,6 +39,35 @@ class EngineShape:
     step_tokens: int
     stops: float
     preempts: float
+
+
+def any_shape(rng: Random, lease_s: float, tp_sizes: Sequence[int], is_calm: bool) -> EngineShape:
+    return EngineShape(
+        # With few blocks P and D may wait for each other until a lease or a deadline ends it: that is not calm.
+        num_blocks=96 if is_calm else rng.choice((10, 16, 32)),
+        tp_size=rng.choice(tp_sizes),
+        lease_s=lease_s,
+        limits=_any_limits(rng, is_calm),
+        recomputes=rng.random() < 0.6,
+        caches_prefixes=rng.random() < 0.5,
+        takes_last=rng.random() < 0.7,
+        max_running=rng.choice((1, 2, 4)),
+        aborts_at_once=rng.random() < 0.5,
+        step_s=rng.choice((0.01, 0.05, 0.15)),
+        idle_step_s=rng.choice((0.06, 0.1 if is_calm else 0.25)),
+        step_tokens=rng.choice((3, 5, 16)),
+        stops=0.0 if is_calm else rng.choice((0.0, 0.01, 0.1)),
+        preempts=rng.choice((0.0, 0.05, 0.2)),
+    )
+
+
+def _any_limits(rng: Random, is_calm: bool) -> Limits:
+    if is_calm:
+        return Limits(300.0, 300.0, 10.0, rng.choice((1, 2)), 4096)
+    push_timeout_s = rng.choice((2.0, 6.0, 20.0))
+    return Limits(
+        rng.choice((1.0, 3.0, 12.0)), push_timeout_s, rng.choice((1.0, 4.0)), rng.choice((1, 2)), rng.choice((1, 4096))
+    )
 
 
 @cache

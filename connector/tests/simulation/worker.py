@@ -29,7 +29,8 @@ ARRIVAL_WAIT_S = 2.0
 
 
 class SimWorker:
-    """`memory[head][block]` holds one tag per token: who it is the KV cache of. `truth` is what the leases really are.
+    """`memory[head]` holds one tag per token, block after block: who it is the KV cache of. `truth` is what the leases
+    really are.
 
     While it is stopped it does nothing; what happens to it meanwhile happens when it goes on.
     """
@@ -45,9 +46,7 @@ class SimWorker:
         self.is_alive = True
         self.is_stopped = False
         self.heads = heads_of(place.index, engine.shape.tp_size)
-        self.memory: dict[int, list[list[int]]] = {
-            head: [[0] * engine.block_tokens for _ in range(engine.num_blocks)] for head in self.heads
-        }
+        self.memory = {head: [0] * (engine.block_tokens * engine.num_blocks) for head in self.heads}
         self.truth = LeaseTruth(self)
         self.leases = Leases(clock, limits.max_remembered)
         self.peers = SimPeers(self)
@@ -62,6 +61,8 @@ class SimWorker:
         #: Links that others have made to this worker, by their cluster id.
         self.inbound: dict[int, LinkEnd] = {}
         self._lost: set[int] = set()
+        #: How much later than usual its pushes and offers hear of lost links.
+        self.hears_late_s = 0.0
         self._waiting: list[tuple[Sequence[RequestKey], Callable[[], None]]] = []
         self._held_up: deque[Callable[[], None]] = deque()
         self.network.listening[engine.name, place.index + 1] = self
@@ -124,12 +125,12 @@ class SimWorker:
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         """Unless this worker dies before."""
-        self.world.after(seconds, lambda: self.act(call))
+        self.world.after(seconds, call, self)
 
     def wake_at(self, clock_s: float, call: Callable[[], None]) -> None:
         """A wait with a deadline ends then, or a little later."""
         wait_s = self.world.rng.random() * self.network.faults.wakes_late_s
-        self.clock.at(clock_s + wait_s, lambda: self.act(call))
+        self.clock.at(clock_s + wait_s, call, self)
 
     def wake_after(self, seconds: float, call: Callable[[], None]) -> None:
         self.wake_at(self.clock() + seconds, call)
@@ -187,7 +188,7 @@ class SimWorker:
         todo = [act]
         go_on = lambda: todo.pop()() if todo else None  # noqa: E731
         self._waiting.append((keys, go_on))
-        self.clock.after(ARRIVAL_WAIT_S, lambda: self.act(go_on))
+        self.clock.after(ARRIVAL_WAIT_S, go_on, self)
 
     def linked_by(self, end: LinkEnd) -> None:
         """Another worker has linked to this one. An older link of its is no more."""
@@ -202,10 +203,11 @@ class SimWorker:
         if self.inbound.get(cluster_id) is end:
             del self.inbound[cluster_id]
         self._lost.add(cluster_id)
-        self.later(self.world.rng.choice((0.0, 0.05)), lambda: self._tell_lost(cluster_id))
+        late_s = self.world.rng.choice((0.0, 0.05, 1.0)) * self.world.rng.random() + self.hears_late_s
+        self.later(late_s, lambda: self._tell_lost(cluster_id))
 
     def _tell_lost(self, cluster_id: int) -> None:
-        """Somewhat later than the loss; another link of that worker may be in use by now."""
+        """Later than the loss, by any time; another link of that worker may be in use by now."""
         if cluster_id in self._lost and self.is_alive:
             self._lost.discard(cluster_id)
             self.pusher.link_lost(cluster_id)

@@ -10,6 +10,7 @@ from typing import Any
 
 FLOAT32_BYTES = 4
 MAX_POSITIONS = 8192
+MOST_KV_HEADS = 16
 
 
 class UnusableModel(ValueError):
@@ -26,19 +27,25 @@ class ServedModel:
     kv_bytes_per_token: int
 
 
-def make_kv_heavy_model(directory: Path) -> None:
+def make_kv_heavy_model(directory: Path, num_kv_heads: int = MOST_KV_HEADS) -> None:
+    """Raises UnusableModel if `num_kv_heads` does not divide the 16 heads."""
+    if num_kv_heads < 1 or MOST_KV_HEADS % num_kv_heads:
+        raise UnusableModel(f"{num_kv_heads} KV heads for {MOST_KV_HEADS} heads; use 1, 2, 4, 8 or 16")
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(kv_heavy_config(), dtype=torch.float32).save_pretrained(directory)
+        AutoModelForCausalLM.from_config(kv_heavy_config(num_kv_heads), dtype=torch.float32).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
 
 
-def kv_heavy_config() -> Any:
-    """128 KiB of float32 KV cache per token for little compute. `initializer_range` is large so that attention
-    matters: with the usual small weights a wrong KV cache would go unseen in the text."""
+def kv_heavy_config(num_kv_heads: int = MOST_KV_HEADS) -> Any:
+    """8 KiB of float32 KV cache per token and KV head for little compute.
+
+    `initializer_range` is large so that attention matters: with the usual small weights a wrong KV cache would go
+    unseen in the text.
+    """
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -46,8 +53,8 @@ def kv_heavy_config() -> Any:
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=16,
+        num_attention_heads=MOST_KV_HEADS,
+        num_key_value_heads=num_kv_heads,
         head_dim=128,
         initializer_range=0.3,
         max_position_embeddings=MAX_POSITIONS,

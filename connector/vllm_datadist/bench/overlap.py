@@ -10,7 +10,10 @@ as long as its prefill. Three ways take turns, each with a prompt of its own:
     push    P and D are asked at the same time; P writes while it prefills
     pull    P prefills and gives a ticket; then D is asked, and reads
 
-The prefill is what P's answer takes: one token, nothing else to do. The transfer is what P's and D's traces say
+The prefill is what P's answer takes: one token, nothing else to do. P and D are machines of their own in what this
+stands for, and P computes on a GPU of its own: so the thread that computes P's forward pass has a core to itself, and
+everything else shares the others, above all vLLM's own processes of D, which poll while they wait for a load.
+`--share-cores` leaves that to the system. The transfer is what P's and D's traces say
 (`vllm_datadist.trace`): the time in which blocks were moved, and the part of it in which P was still computing. Times
 on a busy machine mean little, ratios of one run more: the load of the machine is shown with them.
 """
@@ -25,15 +28,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..trace_report import RequestSummary, merge, read_directory, summarize
 from .http_calls import HOST, complete
-from .model import ServedModel, make_kv_heavy_model, read_model
-from .servers import Server, ServerSetup, free_port, running
+from .model import MOST_KV_HEADS, ServedModel, make_kv_heavy_model, read_model
+from .servers import Server, ServerFailed, ServerSetup, free_port, running
 
 BLOCK_TOKENS = 128
 TRANSFER_SHARE = 0.5
@@ -48,11 +52,14 @@ Progress = Callable[[str], None]
 class OverlapPlan:
     """`share`: of the prefill's time, what moving the KV cache takes; measured first, unless `bytes_per_s` is given.
 
-    `chunk_tokens`: per step of P; None = vLLM's default.
+    `num_kv_heads`: 8 KiB per token each; `own_core`: P's forward pass has one; `chunk_tokens`: per step of P; None =
+    vLLM's default.
     """
 
     num_tokens: int = 2000
     repeats: int = 9
+    num_kv_heads: int = MOST_KV_HEADS
+    own_core: bool = True
     share: float = TRANSFER_SHARE
     chunk_tokens: int | None = None
     bytes_per_s: int | None = None
@@ -87,24 +94,33 @@ class Overlap:
 def run(plan: OverlapPlan, progress: Progress) -> Overlap:
     """Measure. Raises ServerFailed, RequestFailed."""
     load_before = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="vllm-datadist-overlap-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="vllm-datadist-overlap-") as scratch, _own_core(plan) as cores:
         folder = Path(scratch)
         progress("making a model with much KV cache")
-        make_kv_heavy_model(folder / "kv-heavy")
+        make_kv_heavy_model(folder / "kv-heavy", plan.num_kv_heads)
         model = read_model(folder / "kv-heavy")
         num_blocks = 8 * (plan.num_tokens // BLOCK_TOKENS + 2)
         setup = ServerSetup(model, BLOCK_TOKENS, num_blocks, plan.num_tokens + 64, plan.chunk_tokens)
-        rate = plan.bytes_per_s or _rate(plan, setup, model, folder, progress)
-        turns = _turns(plan, setup, rate, folder, progress)
+        rate = plan.bytes_per_s or _rate(plan, setup, model, cores, folder, progress)
+        turns = _turns(plan, setup, rate, cores, folder, progress)
         time.sleep(TRACE_SETTLES_S)  # the servers have ended by now; what their processes wrote is on disk
         found = {one.key: one for one in summarize(merge(read_directory(folder / "traces")))}
     return turns.result(plan, model, rate, found, (load_before, os.getloadavg()[0]))
 
 
-def _rate(plan: OverlapPlan, setup: ServerSetup, model: ServedModel, folder: Path, progress: Progress) -> int:
+def _rate(
+    plan: OverlapPlan,
+    setup: ServerSetup,
+    model: ServedModel,
+    cores: _Cores | None,
+    folder: Path,
+    progress: Progress,
+) -> int:
     """Bytes per second with which moving takes its share of a prefill."""
     progress("how long a prefill takes")
     with running([lambda: _server("calibrating", setup, {}, folder, 0)], progress) as [server]:
+        if cores is not None:
+            cores.separate(server)
         times = [complete(server.port, _prompt(plan, ("rate", i)), 1).elapsed_ms for i in range(WARM_UPS + 5)]
     prefill_s = statistics.median(times[WARM_UPS:]) / 1000
     rate = int(plan.num_tokens * model.kv_bytes_per_token / (plan.share * prefill_s))
@@ -112,7 +128,9 @@ def _rate(plan: OverlapPlan, setup: ServerSetup, model: ServedModel, folder: Pat
     return rate
 
 
-def _turns(plan: OverlapPlan, setup: ServerSetup, rate: int, folder: Path, progress: Progress) -> _Turns:
+def _turns(
+    plan: OverlapPlan, setup: ServerSetup, rate: int, cores: _Cores | None, folder: Path, progress: Progress
+) -> _Turns:
     progress("starting P and D")
     port = free_port()
     extra = {
@@ -128,9 +146,43 @@ def _turns(plan: OverlapPlan, setup: ServerSetup, rate: int, folder: Path, progr
     with running(servers, progress) as [prefill, decode]:
         turns = _Turns(plan, prefill, decode, port)
         for number in range(-WARM_UPS, plan.repeats):
+            if cores is not None:
+                cores.separate(prefill, decode)
             turns.take(number)
             progress(f"  turn {number + 1} of {plan.repeats}")
     return turns
+
+
+@dataclass(frozen=True, slots=True)
+class _Cores:
+    """`forward`: for the thread that computes P's forward pass; `others`: for everything else, this process too."""
+
+    forward: int
+    others: frozenset[int]
+
+    def separate(self, prefill: Server, *others: Server) -> None:
+        """Also what was started since the last time. Raises ServerFailed."""
+        for server in (prefill, *others):
+            server.use_cores(self.others)
+        if not prefill.compute_on(self.forward):
+            raise ServerFailed("which process of P computes is not known: no VLLM::Worker; measure with --share-cores")
+
+
+@contextmanager
+def _own_core(plan: OverlapPlan) -> Iterator[_Cores | None]:
+    """None: the system decides. Raises ServerFailed where there is no core to spare."""
+    cores = os.sched_getaffinity(0)
+    if not plan.own_core:
+        yield None
+        return
+    if len(cores) < 2:
+        raise ServerFailed("a core for P's forward pass alone needs two; measure with --share-cores")
+    split = _Cores(min(cores), frozenset(cores - {min(cores)}))
+    os.sched_setaffinity(0, split.others)
+    try:
+        yield split
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _server(name: str, setup: ServerSetup, extra: Mapping[str, object], folder: Path, is_decode: int) -> Server:
@@ -258,10 +310,25 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=int, default=9, help="turns that count (default 9)")
     parser.add_argument("--chunk", type=int, help="tokens per step of P; default: vLLM's")
     parser.add_argument("--mib-per-s", type=float, help="the wire's speed; default: such that moving takes half")
+    parser.add_argument(
+        "--kv-heads",
+        type=int,
+        choices=(1, 2, 4, 8, 16),
+        default=MOST_KV_HEADS,
+        help="8 KiB per token each (default 16)",
+    )
+    parser.add_argument("--share-cores", action="store_true", help="P's forward pass gets no core of its own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
     options = parser.parse_args(arguments)
     rate = None if options.mib_per_s is None else int(options.mib_per_s * 2**20)
-    plan = OverlapPlan(options.tokens, options.repeats, chunk_tokens=options.chunk, bytes_per_s=rate)
+    plan = OverlapPlan(
+        options.tokens,
+        options.repeats,
+        options.kv_heads,
+        not options.share_cores,
+        chunk_tokens=options.chunk,
+        bytes_per_s=rate,
+    )
     result = run(plan, lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
     print(report(result))  # noqa: T201
     if options.json:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,14 +105,23 @@ class Server:
     def log_tail(self, num_lines: int = 15) -> str:
         return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-num_lines:])
 
-    def use_all_cores(self) -> None:
+    def use_cores(self, cores: Collection[int]) -> None:
         """Undo what a server did to its own threads: some tie themselves to one core, the same in P and in D."""
-        cores = os.sched_getaffinity(0)
         for process in self._tree():
             with contextlib.suppress(psutil.Error):
                 for thread in process.threads():
                     with contextlib.suppress(OSError):
                         os.sched_setaffinity(thread.id, cores)
+
+    def compute_on(self, core: int) -> bool:
+        """Let the threads that compute, the first of each worker process, have a core. Whether they do."""
+        workers = [process for process in self._tree() if _is_worker(process)]
+        try:
+            for process in workers:
+                os.sched_setaffinity(process.pid, {core})  # of the thread with the process's id: not of the others
+        except OSError:
+            return False
+        return bool(workers)
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL for what is left of it. Returns when all of it is gone. Idempotent."""
@@ -147,7 +156,7 @@ def running(servers: Sequence[Callable[[], Server]], progress: Progress) -> Iter
         for server in started:
             server.wait_ready(deadline_s, progress)
         for server in started:
-            server.use_all_cores()
+            server.use_cores(os.sched_getaffinity(0))
         yield started
 
 
@@ -180,6 +189,12 @@ def _session(pid: int) -> int:
         return os.getsid(pid)
     except OSError:
         return 0
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.name().startswith("VLLM::Worker")
+    return False
 
 
 def _end_with_parent() -> None:

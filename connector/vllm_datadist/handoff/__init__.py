@@ -75,15 +75,17 @@ computed (`push`, `pushes`).
 14. An offer that is made again has another number, and all that P still does or says under the old one finds nothing.
     It is made again only when the old one was not granted, or is fenced.
 15. D uses what was pushed only after "done", and P says so only when the sends for all tokens of the offer have ended
-    well, each of tokens that a step of the engine had been given to compute, from blocks that the request had from the
-    send's begin to its end. A request that loses its blocks (preempted, aborted) makes the send that is under way void:
-    it is waited for and not counted, and all is sent again, or nothing more. "Done" to an offer that was never granted
-    is not believed.
+    well, each of tokens that a step of the engine had been given to compute, from blocks that the request had, or that
+    are kept for it (`scheduler.pins`), from the send's begin to its end. A request that loses its blocks (preempted,
+    aborted) makes the send that is under way void: it is waited for and not counted, and all is sent again, or nothing
+    more. "Done" to an offer that was never granted is not believed.
 16. Tokens are paired by position: an offer names the tokens it lacks, and where each block of theirs lies. Whatever D
     has cached is not touched.
 17. P's blocks, once the request has ended, are under a lease as in 1. Each worker of D that is served, or says that it
     needs nothing, is one of its readers, also if it says so before the lease is open; a send pins the lease, so that
-    its blocks come back only after it. The prompt's digest and length have to be the same at both, or P refuses.
+    its blocks come back only after it. A request of D that queues has announced its offer: until that comes P keeps
+    the lease alive for it, and another's word does not end it. The prompt's digest and length have to be the same at
+    both, or P refuses.
 18. Every state has an end: an offer its deadline, at D and at P, a question the time of a call, a send its own limit.
     Only the fence may take as long as a stopped process is stopped. If vLLM fails requests whose load failed, it is
     told of the failure at the deadline all the same, and keeps the blocks until the fence (`scheduler.settling`); if it

@@ -138,7 +138,6 @@ class Leases:
         self._pinned: dict[RequestKey, _Lease] = {}
         self._finished: list[RequestKey] = []
         self._outcomes: deque[LeaseOutcome] = deque(maxlen=max_ended)
-        self._num_expired = 0
         self._latest_end_s = math.inf
 
     def open(self, key: RequestKey, lease_s: float) -> None:
@@ -221,11 +220,6 @@ class Leases:
         self._outcomes.clear()
         return outcomes
 
-    def take_num_expired(self) -> int:
-        """Leases that ended by time since the last call."""
-        count, self._num_expired = self._num_expired, 0
-        return count
-
     @property
     def num_active(self) -> int:
         """Leases whose blocks vLLM must keep."""
@@ -264,7 +258,6 @@ class Leases:
         """End every lease whose time is over, wherever it stands in the table."""
         now_s = self._clock()
         for key, lease in [(key, lease) for key, lease in self._active.items() if lease.ends_at_s <= now_s]:
-            self._num_expired += 1
             self._step(key, lease, LeaseEvent.TIME_OVER)
 
     def _step(self, key: RequestKey, lease: _Lease, event: LeaseEvent) -> LeaseState:

@@ -197,6 +197,20 @@ class Send:
     link_id: int | None
 
 
+def why_unfit(offer: Offer, source: Source) -> str:
+    """Why this offer cannot be served from that request, with both values; "" if it can."""
+    checks = (
+        ("number of prompt tokens", offer.num_prompt_tokens, source.num_prompt_tokens),
+        ("prompt digest", offer.prompt_digest, source.prompt_digest),
+    )
+    for name, theirs, ours in checks:
+        if theirs != ours:
+            return f"{name} is {theirs} at D and {ours} at P"
+    if source.is_held and source.end_token < offer.end_token:
+        return f"P has computed {source.end_token} tokens, D wants {offer.end_token}"
+    return ""
+
+
 class PushMachine:
     """One offer at P; fed through `PushTable`, but for reading.
 

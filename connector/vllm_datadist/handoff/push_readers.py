@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who offers what, and which workers of D need nothing of a transfer whose lease at P is not open yet: for `pushes`."""
+"""Who offers what, who will, and which workers of D need nothing of a transfer whose lease at P is not open yet.
+
+For `pushes`.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..messages import LeaseRef, OfferRef, RequestKey
@@ -11,6 +15,8 @@ from .lease import Reader
 
 #: Workers of D that are remembered for one transfer; more are no use, no engine is that large.
 MAX_READERS = 1024
+#: Transfers of which it is remembered that an offer will come; the oldest go.
+MAX_ANNOUNCED = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +30,11 @@ class OfferId:
     @property
     def reader(self) -> Reader:
         return Reader(self.cluster_id, RequestKey(self.request.request_id, self.request.attempt))
+
+
+def request_key(ref: OfferRef) -> RequestKey:
+    """D's request that offers."""
+    return RequestKey(ref.request.request_id, ref.request.attempt)
 
 
 def offer_id(cluster_id: int, ref: OfferRef) -> OfferId:
@@ -71,3 +82,56 @@ class ServedBook:
             self._served[transfer_id] = kept
         else:
             self._served.pop(transfer_id, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    key: RequestKey
+    until_s: float
+
+
+class Announcements:
+    """Which request of D will offer, by transfer id: the latest that has said so. Not thread-safe.
+
+    An announcement may arrive after what it announces, and is then nothing to wait for.
+
+    Args:
+        max_come: how many are remembered that have offered, or need nothing.
+    """
+
+    def __init__(self, max_come: int) -> None:
+        self._max_come = max_come
+        self._announced: OrderedDict[str, _Announced] = OrderedDict()
+        self._come: OrderedDict[tuple[str, RequestKey], None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._announced)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._announced)
+
+    def note(self, transfer_id: str, key: RequestKey, until_s: float) -> bool:
+        """It is waited for until then, at the latest. False: it has come already."""
+        if (transfer_id, key) in self._come:
+            return False
+        self._announced.pop(transfer_id, None)
+        self._announced[transfer_id] = _Announced(key, until_s)
+        while len(self._announced) > MAX_ANNOUNCED:
+            self._announced.popitem(last=False)
+        return True
+
+    def has_come(self, transfer_id: str, key: RequestKey) -> None:
+        """It has offered, or needs nothing. Whether another will offer it cannot say."""
+        self._come[transfer_id, key] = None
+        while len(self._come) > self._max_come:
+            self._come.popitem(last=False)
+        if self.key_of(transfer_id) == key:
+            del self._announced[transfer_id]
+
+    def key_of(self, transfer_id: str) -> RequestKey | None:
+        announced = self._announced.get(transfer_id)
+        return None if announced is None else announced.key
+
+    def expire(self, now_s: float) -> None:
+        for transfer_id in [name for name, one in self._announced.items() if one.until_s <= now_s]:
+            del self._announced[transfer_id]

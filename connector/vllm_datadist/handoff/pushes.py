@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """P's pushes: which requests are to be pushed, which offers have come for them, and when their blocks may be freed.
 
-    the engine's steps   `open`, `chunk`, `void`, `end`       what it computes, in the order of `StepWork`
-    D's calls            `offer`, `state`, `withdraw`         answered at once
-    the driver's threads `stands`, `sent`, `failed`, `told`   how an effect has ended
+    the engine's steps   `open`, `chunk`, `void`, `end`             what it computes, in the order of `StepWork`
+    D's calls            `announce`, `offer`, `state`, `withdraw`   answered at once
+    the driver's threads `stands`, `sent`, `failed`, `told`         how an effect has ended
     time, links          `sweep`, `link_lost`
 
 Each returns what is to be done now, as `PushAct`s. Nothing that is unknown, repeated or late is an error.
@@ -21,13 +21,13 @@ pass, or has it end early.
 
 Whom a transfer belongs to: all offers that are under way for it are one request's of D. Another D that comes meanwhile
 with the same transfer id is refused; when the first one's offers have ended it may have what is still there, and then
-what the first one needs, or does not, counts for nothing.
+what the first one needs, or does not, counts for nothing. While there are no offers it belongs to the request that has
+announced its own, which may queue at D for long: P keeps the lease alive for it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from datadist_core.errors import LLMException
@@ -35,8 +35,8 @@ from datadist_core.errors import LLMException
 from ..messages import Offer, OfferRef, OfferState, PushChunk, PushEnd, PushOpen, PushVoid, RequestKey
 from .lease import Leases
 from .load import LeaseLost
-from .push import PushEffect, PushEvent, PushMachine, PushPhase, Send, Source
-from .push_readers import OfferId, Served, ServedBook, offer_id
+from .push import PushEffect, PushEvent, PushMachine, PushPhase, Send, Source, why_unfit
+from .push_readers import Announcements, OfferId, Served, ServedBook, offer_id, request_key
 
 #: Offers under way, in all and of one worker of D; one more is refused.
 MAX_OFFERS, MAX_OFFERS_OF_ONE = 65536, 8192
@@ -102,6 +102,7 @@ class PushTable:
         self._gone: OrderedDict[str, str] = OrderedDict()
         #: Who needs nothing of a transfer whose lease is not open yet.
         self._served = ServedBook(max_ended)
+        self._announced = Announcements(max_ended)
         #: Each send under way, and the request from whose blocks.
         self._sends: dict[PushMachine, RequestKey] = {}
         self._pinned: set[PushMachine] = set()
@@ -114,17 +115,22 @@ class PushTable:
     @property
     def is_idle(self) -> bool:
         """Nothing here ends by time: no `sweep` is needed."""
-        return not (self._active or self._replaced or self._held)
+        return not (self._active or self._replaced or self._held or len(self._announced))
+
+    @property
+    def num_announced(self) -> int:
+        """Transfers for which an offer is expected."""
+        return len(self._announced)
 
     def take_acts(self) -> list[PushAct]:
         """What is to be done since the last call. After every other call, also after those that answer."""
         acts, self._acts = self._acts, []
         return acts
 
-    def held_keys(self, announced: Collection[str] = ()) -> list[RequestKey]:
-        """Requests that have ended, and whose blocks an offer, or one that is `announced` (transfer ids), waits for."""
+    def held_keys(self) -> list[RequestKey]:
+        """Requests that have ended, and whose blocks an offer, or one that is announced, waits for."""
         sources = [push.source for push in self._active.values()]
-        sources += [self._sources[name] for name in announced if name in self._sources]
+        sources += [self._sources[name] for name in self._announced if name in self._sources]
         return [source.key for source in sources if source.is_held and source.key]
 
     def is_sending(self, key: RequestKey) -> bool:
@@ -184,9 +190,17 @@ class PushTable:
 
     # --- D's calls --------------------------------------------------------------------------------------------
 
+    def announce(self, ref: OfferRef, until_s: float) -> None:
+        """This request of D will offer, or say that it needs nothing: until then, at the latest, it is waited for."""
+        key = request_key(ref)
+        is_new = self._announced.note(ref.transfer_id, key, until_s)
+        if is_new and _owner(self._sources.get(ref.transfer_id)) is None:
+            self._served.keep_only(ref.transfer_id, key)
+
     def offer(self, cluster_id: int, offer: Offer, now_s: float) -> Answer:
         """Take it on, unless it can be seen that nothing will come of it. Again changes nothing."""
         who = offer_id(cluster_id, offer.ref)
+        self._announced.has_come(who.transfer_id, who.reader.key)
         known = self._known(who, offer.ref.number)
         if known is not None:
             return known
@@ -220,6 +234,7 @@ class PushTable:
         """
         who = offer_id(cluster_id, ref)
         push, ended = self._active.get(who), self._ended.get(who)
+        self._announced.has_come(who.transfer_id, who.reader.key)
         if push is not None and push.ref.number > ref.number:
             return Answer(OfferState.WITHDRAWN)
         if push is not None:
@@ -260,7 +275,11 @@ class PushTable:
     # --- time and links ---------------------------------------------------------------------------------------
 
     def sweep(self, now_s: float) -> None:
-        """End what is over by time: offers, and sources whose lease has ended. Some times a second."""
+        """End what is over by time: offers, also expected ones, and sources whose lease has ended.
+
+        Some times a second; then the leases of `held_keys` are to be renewed.
+        """
+        self._announced.expire(now_s)
         for push in [push for push in self._active.values() if push.deadline_s <= now_s]:
             self._step(push, PushEvent.OVERDUE)
         for push in [push for push, until_s in self._doubtful.items() if until_s <= now_s]:
@@ -304,7 +323,7 @@ class PushTable:
 
     def _end_unfit(self, source: Source) -> None:
         for push in list(source.pushes):
-            reason = _why_unfit(push.offer, source)
+            reason = why_unfit(push.offer, source)
             if reason:
                 self._step(push, PushEvent.GONE, reason)
 
@@ -334,9 +353,9 @@ class PushTable:
             return f"timeout_s {offer.timeout_s} is not > 0 and <= {MAX_TIMEOUT_S}"
         if len(self._active) >= MAX_OFFERS or self._num_of[who.cluster_id] >= MAX_OFFERS_OF_ONE:
             return f"there are {MAX_OFFERS} offers already, or {MAX_OFFERS_OF_ONE} of this worker"
-        if _is_of_another(source, who.reader.key):
+        if _owner(source) not in (None, who.reader.key):
             return "another request has offered for this transfer"
-        return "" if source.key is None else _why_unfit(offer, source)
+        return "" if source.key is None else why_unfit(offer, source)
 
     def _check_lease(self, source: Source) -> None:
         """After its end a send that is pinned goes on, and counts; no other is begun."""
@@ -397,7 +416,8 @@ class PushTable:
 
     def _serve(self, transfer_id: str, source: Source | None, served: Served) -> None:
         """One more worker of D needs nothing of P's lease; unless another request of D is being served."""
-        if source is not None and _is_of_another(source, served.reader.key):
+        owner = _owner(source) or self._announced.key_of(transfer_id)
+        if owner not in (None, served.reader.key):
             return
         if source is not None and source.is_held and source.key is not None:
             self._leases.release([source.key], served.reader, served.num_readers)
@@ -423,20 +443,6 @@ class PushTable:
             self._ended.popitem(last=False)
 
 
-def _is_of_another(source: Source, key: RequestKey) -> bool:
-    """Whether a request of D with another key has offers under way for it. They are all one request's."""
-    return any(offer_id(push.cluster_id, push.ref).reader.key != key for push in source.pushes[:1])
-
-
-def _why_unfit(offer: Offer, source: Source) -> str:
-    """Why this offer cannot be served from that request, with both values; "" if it can."""
-    checks = (
-        ("number of prompt tokens", offer.num_prompt_tokens, source.num_prompt_tokens),
-        ("prompt digest", offer.prompt_digest, source.prompt_digest),
-    )
-    for name, theirs, ours in checks:
-        if theirs != ours:
-            return f"{name} is {theirs} at D and {ours} at P"
-    if source.is_held and source.end_token < offer.end_token:
-        return f"P has computed {source.end_token} tokens, D wants {offer.end_token}"
-    return ""
+def _owner(source: Source | None) -> RequestKey | None:
+    """The request of D that has offers under way for it. They are all one request's."""
+    return request_key(source.pushes[0].ref) if source is not None and source.pushes else None

@@ -8,9 +8,10 @@ step of a request finds cached may be computed by another request in that very s
 
 Blocks. New ones are appended step by step; a request that comes back from preemption begins anew. A group with a
 sliding window drops its oldest blocks meanwhile, of which this table hears nothing. As long as the prompt is being
-computed they are none that D wants: D's window ends where the prompt does. A request that generates on and on would
-drop those too, so its push ends when the window leaves what D may want, at the latest when the request does: before it
-asks for the request's blocks, vLLM frees what its last token does not see.
+computed they are none that D's next query sees: D's window ends where the prompt does; those that a D with larger
+blocks wants before are kept (`pins`). A request that generates on and on would drop what D's query sees too, so its
+push ends when the window leaves that, at the latest when the request does: before it asks for the request's blocks,
+vLLM frees what its last token does not see.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 from ..groups import GroupInfo, first_token_seen
 from ..messages import PushChunk, PushEnd, PushOpen, PushVoid, RequestKey, StepWork, Table
+from .pins import BlockPins, Pins
 
 #: How a request ends when its blocks are not to be had any more.
 _NOT_HANDED_OFF = "P has ended the request as {}"
@@ -38,6 +40,7 @@ class _Push:
     tables: list[list[int]] = field(default_factory=list)
     num_final: int = 0
     is_closed: bool = False
+    pins: Pins = field(default_factory=Pins)
 
     def forget_blocks(self) -> None:
         self.tables = [[] for _ in range(self.num_groups)]
@@ -53,6 +56,7 @@ class PushRequests:
 
     def __init__(self, groups: Sequence[GroupInfo]) -> None:
         self._groups = tuple(groups)
+        self.pins = BlockPins()
         self._pushes: dict[str, _Push] = {}
         self._transfers: dict[str, RequestKey] = {}
 
@@ -93,30 +97,46 @@ class PushRequests:
         push = self._pushes.get(request_id)
         return None if push is None else (push.key, push.transfer_id)
 
-    def finish(self, work: StepWork, request_id: str, is_held: bool, status: str) -> None:
-        """vLLM is done with the request. `is_held`: its blocks stay, under a lease with the same key."""
+    def finish(self, work: StepWork, request_id: str, is_held: bool, status: str) -> Pins:
+        """vLLM is done with the request. `is_held`: its blocks stay, under a lease with the same key.
+
+        Returns:
+            Blocks that stay beside those that vLLM says: until then too, see `BlockPins.leases_ended`.
+        """
         push = self._pushes.pop(request_id, None)
         if push is None:
-            return
+            return Pins()
         if self._transfers.get(push.transfer_id) == push.key:
             del self._transfers[push.transfer_id]
         if not push.is_closed:
-            dropped = self._dropped(push, _num_processed_tokens(push.request))
-            work.push_ends.append(PushEnd(push.key, dropped if is_held else _NOT_HANDED_OFF.format(status)))
+            num_tokens = _num_processed_tokens(push.request)
+            error = self._dropped(push, num_tokens) if is_held else _NOT_HANDED_OFF.format(status)
+            work.push_ends.append(PushEnd(push.key, error))
+            if not error:
+                self.pins.hold(request_id, push.pins)
+                return push.pins
+        self.pins.drop(push.pins)
+        return Pins()
 
     def _see_preemption(self, work: StepWork, push: _Push) -> None:
         num_preemptions = _num_preemptions(push.request)
         if num_preemptions != push.num_preemptions:
             push.num_preemptions = num_preemptions
+            self.pins.drop(push.pins)
             push.forget_blocks()
             if not push.is_closed:
                 work.push_voids.append(PushVoid(push.key))
 
     def _compute(self, work: StepWork, push: _Push, scheduled: _Scheduled) -> None:
-        if scheduled.is_whole_table:
+        if scheduled.is_whole_table:  # blocks that are kept stay so: they may be sent at this moment
             push.tables = [[] for _ in range(push.num_groups)]
+        num_known = [len(table) for table in push.tables]
         for table, new in zip(push.tables, scheduled.new_blocks, strict=False):
             table.extend(new)
+        if push.num_preemptions == 0:  # else there may be too few blocks, and the same would happen again and again
+            for group in self._groups:
+                table, first_new = push.tables[group.index], num_known[group.index]
+                self.pins.keep(push.pins, group, table, first_new, push.request)
         end_token = min(scheduled.first_token + scheduled.num_tokens, push.request.num_prompt_tokens)
         if end_token > push.num_final:
             tables = tuple(self._table(push, group, end_token) for group in self._groups)
@@ -124,17 +144,19 @@ class PushRequests:
             push.num_final = end_token
         elif dropped := self._dropped(push, scheduled.first_token):
             push.is_closed = True
+            self.pins.drop(push.pins)
             work.push_ends.append(PushEnd(push.key, dropped))
 
     def _table(self, push: _Push, group: GroupInfo, end_token: int) -> Table:
         """Blocks up to `end_token`, without those that vLLM frees when the prompt is computed: 0 is its null block.
 
-        A D with larger blocks may want the tokens before those too. It must not get them: while they are sent, the
-        next step may compute something else in their blocks.
+        A D with larger blocks may want the tokens before those too. It gets them only if they are kept for it: else the
+        next step may compute something else in their blocks while they are sent.
         """
-        ids = push.tables[group.index][: -(-end_token // group.block_tokens)]
+        ids = push.pins.filled(group.index, push.tables[group.index])[: -(-end_token // group.block_tokens)]
         first_kept = first_token_seen(group, push.request.num_prompt_tokens) // group.block_tokens
-        return tuple(None if i < first_kept else block_id or None for i, block_id in enumerate(ids))
+        is_there = (i >= first_kept or push.pins.at(group.index, i) for i in range(len(ids)))
+        return tuple(block_id or None if there else None for block_id, there in zip(ids, is_there, strict=True))
 
     def _dropped(self, push: _Push, num_computed_tokens: int) -> str:
         """Which token that D may want has left the window at P by now; "" if none has."""

@@ -46,6 +46,7 @@ from .conversation import cut_to_shared, digest_prefixes, num_vouched_tokens
 from .holds import HoldTable
 from .identity import kv_digest
 from .jobs import BlockLike, load_job, prompt_digest, target_table
+from .pins import BlockPool
 from .pushes import PushRequests
 from .requests import Handoff, HandoffTable
 from .settling import SettlingTable
@@ -110,6 +111,10 @@ class SchedulerSide:
         """Where this engine's workers listen; goes into every ticket."""
         self._workers = tuple(sorted(workers, key=lambda worker: (worker.pp_rank, worker.tp_rank)))
         self._work.workers = self._workers
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """vLLM's own, in which blocks can be kept."""
+        self._pushes.pins.bind(pool)
 
     # --- a request's life -------------------------------------------------------------------------------------
 
@@ -178,7 +183,7 @@ class SchedulerSide:
         self.ledger.finished(request.request_id, is_aborted=request.status.name == "FINISHED_ABORTED")
         is_held = asks_remote_decode(request.kv_transfer_params) and self._can_hand_off(request, block_ids)
         push = self._pushes.transfer_of(request.request_id)
-        self._pushes.finish(self._work, request.request_id, is_held, request.status.name)
+        pins = self._pushes.finish(self._work, request.request_id, is_held, request.status.name)
         mode = Mode.PULL if push is None else Mode.PUSH
         if not is_held:
             if asks_remote_decode(request.kv_transfer_params) and self._facts.is_producer:
@@ -191,9 +196,10 @@ class SchedulerSide:
         num_tokens = num_vouched_tokens(request)
         self.ledger.held(key, num_tokens, mode, name)
         prefixes = self._prefixes(request, num_tokens)
+        tables = [pins.filled(group.index, block_ids[group.index]) for group in self._facts.groups]
         ticket = Ticket(
             remote,
-            tuple(tuple(transfer_table(group, block_ids[group.index], num_tokens)) for group in self._facts.groups),
+            tuple(tuple(transfer_table(*pair, num_tokens)) for pair in zip(self._facts.groups, tables, strict=True)),
             tuple(group.table_tokens for group in self._facts.groups),
             num_tokens,
             self._facts.tp_size,
@@ -234,6 +240,7 @@ class SchedulerSide:
                 failed.discard(request_id)
         self._keep_back_unsettled(output, received)
         for request_id in list(sent):
+            self._pushes.pins.leases_ended(request_id)
             self.ledger.hold_ended(request_id)
             if not self._holds.end(request_id):
                 self._log.warning("the end of the hand-off of request %s was reported again; dropped", request_id)

@@ -36,6 +36,7 @@ from ..messages import (
     WorkerAddress,
     Workers,
 )
+from .claims import engine_claim
 from .layer_sync import LayerProgress
 from .load_book import LoadBook
 from .node import DataDistNode
@@ -88,6 +89,7 @@ class PushExchange:
         self._lock = threading.Lock()
         self._descriptions: OrderedDict[int, Description] = OrderedDict()
         self._workers: tuple[Endpoint, ...] = ()
+        self._claim = engine_claim(ours)
         self.progress = LayerProgress(limits.is_layerwise)
         self._mover = BlockPusher(node, caches, ours, self._description_of)
         self.pushes = PushRunner(leases, self._mover, node, self.progress, limits.num_threads, log, book)
@@ -163,8 +165,10 @@ class PushExchange:
 
     def _on_workers(self, who: int, body: bytes) -> Workers:
         _decode(WORKERS, body, AskWorkers)
+        workers = self._workers
         return Workers(
-            [WorkerAddress(w.pp_rank, w.tp_rank, w.host, w.port, w.cluster_id, w.first_layer) for w in self._workers]
+            [WorkerAddress(w.pp_rank, w.tp_rank, w.host, w.port, w.cluster_id, w.first_layer) for w in workers],
+            self._claim,
         )
 
 

@@ -27,6 +27,7 @@ from ..messages import (
     AnnounceJob,
     AskOffer,
     Endpoint,
+    EngineClaim,
     Offer,
     OfferAnswer,
     OfferRef,
@@ -62,18 +63,27 @@ class OfferParts:
     unread: tuple[OfferPart, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class FoundWorkers:
+    """All of P's workers: named by a ticket, or by one of them, which said `claim` of its engine."""
+
+    workers: tuple[Endpoint, ...]
+    is_ticket: bool = False
+    claim: EngineClaim | None = None
+
+
 class Sources(Protocol):
     """Which workers of P there are, and which of them this worker deals with."""
 
-    def find(self, source: PushSource, timeout_s: float) -> Future[tuple[Endpoint, ...]]:
+    def find(self, source: PushSource, timeout_s: float) -> Future[FoundWorkers]:
         """P's workers. Never waits."""
         ...
 
-    def parts(self, workers: tuple[Endpoint, ...]) -> OfferParts:
+    def parts(self, found: FoundWorkers) -> OfferParts:
         """Those whose KV cache this worker needs. Raises LLMException."""
         ...
 
-    def share(self, workers: tuple[Endpoint, ...]) -> Sequence[OfferPart]:
+    def share(self, found: FoundWorkers) -> Sequence[OfferPart]:
         """Those that this worker tells that nothing is needed. Raises LLMException."""
         ...
 
@@ -118,7 +128,8 @@ class OfferNotices:
         question = Announce(OfferRef(job.source.transfer_id, lease_ref(job.key)), timeout_s)
         deadline = Deadline.after(self._link_timeout_s)
         notice = _Notice(job.key, "that an offer will come", ANNOUNCE, lambda part: question, deadline)
-        self._find(job.source, notice, lambda workers: self._sources.parts(workers).parts)
+        # Also to those that will hear that nothing is needed of them: none is left to its lease's time.
+        self._find(job.source, notice, self._parts_and_unread)
 
     def withdraw(self, job: WithdrawJob) -> None:
         """None of D's workers offers anything: together they tell all of P's."""
@@ -149,16 +160,14 @@ class OfferNotices:
         what = "that nothing is needed, its lease ends by itself"
         return _Notice(job.key, what, WITHDRAW, lambda part: Withdraw(ref, part.num_offers), deadline)
 
-    def _parts_and_unread(self, workers: tuple[Endpoint, ...]) -> Sequence[OfferPart]:
+    def _parts_and_unread(self, workers: FoundWorkers) -> Sequence[OfferPart]:
         found = self._sources.parts(workers)
         return (*found.parts, *found.unread)
 
     # --- in the pool ------------------------------------------------------------------------------------------
 
-    def _find(
-        self, source: PushSource, notice: _Notice, choose: Callable[[tuple[Endpoint, ...]], Sequence[OfferPart]]
-    ) -> None:
-        def found(future: Future[tuple[Endpoint, ...]]) -> None:
+    def _find(self, source: PushSource, notice: _Notice, choose: Callable[[FoundWorkers], Sequence[OfferPart]]) -> None:
+        def found(future: Future[FoundWorkers]) -> None:
             try:
                 parts = choose(future.result())
             except LLMException as error:

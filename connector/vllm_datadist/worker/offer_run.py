@@ -20,8 +20,9 @@ from ..counts import Awaited
 from ..handoff.load import RELINK_PAUSE_S
 from ..handoff.offer import POLL_S, OfferEffect, OfferMachine
 from ..messages import OFFER, OFFER_STATE, WITHDRAW, AskOffer, Offer, Withdraw
+from .claims import check_claim
 from .load_book import Stopwatch
-from .notices import OfferPart
+from .notices import FoundWorkers, OfferPart
 from .peers import Peer
 from .shares import check_brings
 
@@ -44,11 +45,15 @@ class _Wait:
 
 @dataclass(slots=True, eq=False)
 class OfferRun:
-    """One offer's driver: performs what its machine asks for. At most one thread at a time, none while it waits."""
+    """One offer's driver: performs what its machine asks for. At most one thread at a time, none while it waits.
+
+    `named`: P's workers, of which the machine's is one.
+    """
 
     machine: OfferMachine
     runner: OfferRunner
     watch: Stopwatch
+    named: FoundWorkers
     _wait: _Wait | None = None
     _peer: Peer | None = None
     _loss: LLMException | None = None
@@ -138,15 +143,16 @@ class OfferRun:
         if not future.done():
             raise TimedOut(f"no link to {self.machine.endpoint.host}:{self.machine.endpoint.port} in time")
         self._peer = future.result()
-        self._check_ticket(self._peer)
+        self._check_named(self._peer)
         self.watch.lap(Awaited.LINK)
         return self._locked(lambda: self.machine.linked(time.monotonic()))
 
-    def _check_ticket(self, peer: Peer) -> None:
-        """Raise Incompatible if it says of that worker what is not so: what it does not have, nobody would send."""
-        remote = self.machine.job.source.remote
-        if remote is not None:
-            check_brings(self.runner.peers.ours, self.machine.endpoint, remote.workers, peer.plan)
+    def _check_named(self, peer: Peer) -> None:
+        """Raise Incompatible if that worker is not what it was named as: what it does not have, nobody would send."""
+        endpoint, named = self.machine.endpoint, self.named
+        if not named.is_ticket:
+            check_claim(endpoint, named.claim, peer.description)
+        check_brings(self.runner.peers.ours, endpoint, named.workers, peer.plan)
 
     def _await(self) -> None:
         self._hold(_Wait(self._awaited), self.machine.wake_s)

@@ -42,7 +42,7 @@ from ..messages import (
 from .later import WorkPool
 from .lease_calls import CALL_TIMEOUT_S, Caller
 from .load_book import LoadBook, Stopwatch, place
-from .notices import OfferNotices, OfferParts, Question, Sources, ask
+from .notices import FoundWorkers, OfferNotices, OfferParts, Question, Sources, ask
 from .offer_run import OfferRun
 from .peer_pool import PeerPool
 from .peers import PeerDirectory
@@ -208,11 +208,11 @@ class OfferRunner:
         else:
             future.add_done_callback(lambda found: self.pool.now(lambda: self._found(finding, found)))
 
-    def _found(self, finding: _Finding, found: Future[tuple[Endpoint, ...]]) -> None:
+    def _found(self, finding: _Finding, found: Future[FoundWorkers]) -> None:
         if not self._is_finding(finding):
             return  # cancelled or given up meanwhile
         try:
-            self._begin(finding, self._sources.parts(found.result()))
+            self._begin(finding, found.result(), self._sources.parts(found.result()))
         except Exception as error:
             self._not_found(finding, error)
 
@@ -250,12 +250,12 @@ class OfferRunner:
             self._table.fail(key, error)
             self.log.error("request %s: push failed: %s", key.request_id, error)
 
-    def _begin(self, finding: _Finding, found: OfferParts) -> None:
+    def _begin(self, finding: _Finding, named: FoundWorkers, found: OfferParts) -> None:
         job, deadline, parts = finding.job, finding.deadline, found.parts
         begun_s = deadline.at_s - self._timeout_s
         machines = [OfferMachine(job, p.endpoint, p.num_offers, begun_s, self._timeout_s) for p in parts]
         watches = [Stopwatch(job.key, Mode.PUSH, job.source.transfer_id, place(p.endpoint), begun_s) for p in parts]
-        runs = [OfferRun(machine, self, watch) for machine, watch in zip(machines, watches, strict=True)]
+        runs = [OfferRun(machine, self, watch, named) for machine, watch in zip(machines, watches, strict=True)]
         with self.lock:
             if self._finding.get(job.key) is not finding:
                 return  # cancelled or given up meanwhile

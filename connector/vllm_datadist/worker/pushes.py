@@ -56,8 +56,8 @@ from .saves import LeaseTable
 SWEEP_S = 0.25
 #: Calls to D at the same time, in all and to one of its workers.
 NUM_CALLERS, NUM_CALLERS_OF_ONE = 16, 4
-#: Of announced offers: how many are remembered, and how long each may take to come.
-MAX_ANNOUNCED, MAX_ANNOUNCED_S = 65536, 3600.0
+#: How long an offer that is announced may take to come.
+MAX_ANNOUNCED_S = 3600.0
 #: How long the answer to a withdrawal waits for what is under way.
 WITHDRAW_WAIT_S = 1.0
 _Question = TypeVar("_Question", AskOffer, Pushed)
@@ -133,7 +133,6 @@ class PushRunner:
         self._log = log
         self._computing: dict[RequestKey, Computing] = {}
         self._moved: WeakKeyDictionary[PushMachine, list[Moved]] = WeakKeyDictionary()
-        self._announced: dict[str, float] = {}
         self._is_sweeping = False
         # Calls must not wait for sends, of which each may last.
         self._senders = PeerPool("push", num_threads, num_threads - num_threads // 4, log)
@@ -182,6 +181,11 @@ class PushRunner:
         with self._leases.lock:
             return len(self._table)
 
+    def num_announced(self) -> int:
+        """Transfers for which an offer is expected."""
+        with self._leases.lock:
+            return self._table.num_announced
+
     def close(self, timeout_s: float) -> None:
         self._progress.end(has_failed=True)
         self._sweeper.close(timeout_s)
@@ -195,15 +199,12 @@ class PushRunner:
         if not timeout_s > 0:  # nor is that which is no number
             return OfferAnswer(OfferState.FAILED, f"timeout_s {timeout_s} is not > 0")
         with self._leases.lock:
-            self._announced[ref.transfer_id] = time.monotonic() + min(timeout_s, MAX_ANNOUNCED_S)
-            while len(self._announced) > MAX_ANNOUNCED:
-                del self._announced[next(iter(self._announced))]
+            self._table.announce(ref, time.monotonic() + min(timeout_s, MAX_ANNOUNCED_S))
             self._act()
         return OfferAnswer(OfferState.ACCEPTED)
 
     def offer(self, cluster_id: int, offer: Offer) -> OfferAnswer:
         with self._leases.lock:
-            self._announced.pop(offer.ref.transfer_id, None)
             answer = self._table.offer(cluster_id, offer, time.monotonic())
             self._act()
         return _answer(answer)
@@ -215,7 +216,6 @@ class PushRunner:
     def withdraw(self, cluster_id: int, ref: OfferRef, num_offers: int) -> OfferAnswer:
         """What is under way is waited for, for a while."""
         with self._leases.lock:
-            self._announced.pop(ref.transfer_id, None)
             answer = self._table.withdraw(cluster_id, ref, num_offers)
             self._act()
             until_s = time.monotonic() + WITHDRAW_WAIT_S
@@ -246,7 +246,7 @@ class PushRunner:
             elif act.effect is PushEffect.TELL:
                 self._callers.now(act.push.cluster_id, partial(self._tell, act))
         self._leases.lock.notify_all()
-        if (self._announced or not self._table.is_idle) and not self._is_sweeping:
+        if not self._table.is_idle and not self._is_sweeping:
             self._is_sweeping = True
             self._sweeper.at(time.monotonic() + SWEEP_S, self._sweep)
 
@@ -263,12 +263,9 @@ class PushRunner:
         with self._leases.lock:
             self._is_sweeping = False
             try:
-                now_s = time.monotonic()
-                for transfer_id in [name for name, until_s in self._announced.items() if until_s <= now_s]:
-                    del self._announced[transfer_id]
+                self._table.sweep(time.monotonic())
                 # The lease lives as long as D's offer stands, or is to come.
-                self._leases.unlocked.renew(self._table.held_keys(self._announced))
-                self._table.sweep(now_s)
+                self._leases.unlocked.renew(self._table.held_keys())
             finally:
                 self._act()
 

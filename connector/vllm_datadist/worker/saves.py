@@ -68,11 +68,6 @@ class LeaseTable:
         with self._changed:
             return self._leases.take_outcomes()
 
-    def take_num_expired(self) -> int:
-        """Leases that ended by time since the last call."""
-        with self._changed:
-            return self._leases.take_num_expired()
-
     def end_within(self, limit_s: float) -> None:
         """From now on no lease, also none opened or renewed later, lasts longer than until `limit_s` from now."""
         with self._changed:

@@ -17,11 +17,12 @@ import msgspec
 from datadist_core.errors import LinkFailed, ProtocolError, RemoteError
 from datadist_core.types import Deadline
 
+from ..address import address_error
 from ..handoff.desk import WorkerPlace
-from ..messages import WORKERS, AskWorkers, Endpoint, PushSource, Workers
+from ..messages import WORKERS, AskWorkers, Endpoint, PushSource, WorkerAddress, Workers
 from ..params import MAX_WORKERS, not_a_grid
 from .lease_calls import CALL_TIMEOUT_S
-from .notices import OfferPart, OfferParts
+from .notices import FoundWorkers, OfferPart, OfferParts
 from .peers import PeerDirectory
 from .shares import SourceBook
 
@@ -41,13 +42,13 @@ class PushSources:
         self._place = place
         self._book = book
         self._lock = threading.Lock()
-        self._running: dict[tuple[str, int], Future[tuple[Endpoint, ...]]] = {}
+        self._running: dict[tuple[str, int], Future[FoundWorkers]] = {}
 
-    def find(self, source: PushSource, timeout_s: float) -> Future[tuple[Endpoint, ...]]:
+    def find(self, source: PushSource, timeout_s: float) -> Future[FoundWorkers]:
         """P's workers, or the look-up that runs or is started now and may take so long. Never waits."""
         if source.remote is not None:
-            known: Future[tuple[Endpoint, ...]] = Future()
-            known.set_result(source.remote.workers)
+            known: Future[FoundWorkers] = Future()
+            known.set_result(FoundWorkers(source.remote.workers, is_ticket=True))
             return known
         with self._lock:
             future = self._running.get((source.host, source.port))
@@ -62,54 +63,78 @@ class PushSources:
             future.set_exception(LinkFailed(f"no thread to ask {source.host}:{source.port}: {error}"))
         return future
 
-    def parts(self, workers: tuple[Endpoint, ...]) -> OfferParts:
+    def parts(self, found: FoundWorkers) -> OfferParts:
         """Those that have layers and heads of ours. Raises LLMException."""
-        sources = self._book.find(workers)
+        sources = self._book.find(found.workers)
         if not sources.read:
             raise LinkFailed(f"P has no worker for rank {self._place.index}")
         parts = [OfferPart(one.endpoint, one.num_readers) for one in sources.read]
         return OfferParts(tuple(parts), tuple(OfferPart(endpoint, 1) for endpoint in sources.unread))
 
-    def share(self, workers: tuple[Endpoint, ...]) -> Sequence[OfferPart]:
+    def share(self, found: FoundWorkers) -> Sequence[OfferPart]:
         """Together our workers tell all of P's, also if there are more or fewer."""
-        return [OfferPart(worker, 1) for worker in workers[self._place.index :: self._place.world_size]]
+        return [OfferPart(worker, 1) for worker in found.workers[self._place.index :: self._place.world_size]]
 
-    def _run(self, host: str, port: int, deadline: Deadline, future: Future[tuple[Endpoint, ...]]) -> None:
+    def _run(self, host: str, port: int, deadline: Deadline, future: Future[FoundWorkers]) -> None:
         try:
-            workers = self._ask(host, port, deadline)
+            found = self._ask(host, port, deadline)
         except BaseException as error:  # whoever waits must hear of it, whatever it is
             self._end(host, port)
             future.set_exception(error)
         else:
             self._end(host, port)
-            future.set_result(workers)
+            future.set_result(found)
 
     def _end(self, host: str, port: int) -> None:
         with self._lock:
             self._running.pop((host, port), None)
 
-    def _ask(self, host: str, port: int, deadline: Deadline) -> tuple[Endpoint, ...]:
+    def _ask(self, host: str, port: int, deadline: Deadline) -> FoundWorkers:
         timeout_s = deadline.earlier(CALL_TIMEOUT_S).remaining_s()
         first = Endpoint(0, 0, host, port, self._finder.find_cluster(host, port, timeout_s))
         with self._peers.linked(first, deadline):
             timeout_s = deadline.earlier(CALL_TIMEOUT_S).remaining_s()
             reply = self._finder.call(first.cluster_id, WORKERS, msgspec.msgpack.encode(AskWorkers()), timeout_s)
-        return read_workers(reply)
+        return read_workers(reply, first.cluster_id)
 
 
-def read_workers(reply: bytes) -> tuple[Endpoint, ...]:
-    """P's answer. Raises ProtocolError if they cannot be those of one engine, RemoteError if there are none."""
+def read_workers(reply: bytes, asked: int) -> FoundWorkers:
+    """The answer of P's worker `asked`, which is one of those.
+
+    Raises:
+        RemoteError: it names none.
+        ProtocolError: these cannot be the workers of one engine.
+    """
     try:
-        workers = msgspec.msgpack.decode(reply, type=Workers).workers
+        answer = msgspec.msgpack.decode(reply, type=Workers)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"{WORKERS}: the peer's answer cannot be read: {error}") from error
+    workers = answer.workers
     if not workers:
         raise RemoteError("P has not told its workers of each other yet")
     if len(workers) > MAX_WORKERS:
         raise ProtocolError(f"{WORKERS}: the peer names {len(workers)} workers, expected 1..{MAX_WORKERS}")
+    for one in workers:
+        if why := _not_a_worker(one):
+            raise ProtocolError(f"{WORKERS}: the peer names a worker at {one.host[:80]!r}, port {one.port}: {why}")
     found = tuple(
         Endpoint(one.pp_rank, one.tp_rank, one.host, one.port, one.cluster_id, one.first_layer) for one in workers
     )
     if why := not_a_grid(found):
         raise ProtocolError(f"{WORKERS}: the peer names {why}")
-    return found
+    if (claim := answer.engine) is not None and claim.tp_size != 1 + max(one.tp_rank for one in found):
+        raise ProtocolError(
+            f"{WORKERS}: the peer names {len(found)} workers, of which tp_size {claim.tp_size} is no cut"
+        )
+    if asked not in {one.cluster_id for one in found}:
+        raise ProtocolError(f"{WORKERS}: the peer does not name itself (cluster {asked}): the answer is not of now")
+    return FoundWorkers(found, claim=answer.engine)
+
+
+def _not_a_worker(one: WorkerAddress) -> str:
+    """Why nobody can be reached by that; "" if somebody may be."""
+    if why := address_error(one.host, one.port):
+        return why
+    if not 0 < one.cluster_id < 2**64 or one.first_layer < 0:
+        return f"cluster_id {one.cluster_id} and first_layer {one.first_layer} are no worker's"
+    return ""

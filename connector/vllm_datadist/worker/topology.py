@@ -88,6 +88,20 @@ class LayerDescription(msgspec.Struct, frozen=True):
         return self.offset_bytes + last_head + max(_end_bytes(strip, page_tokens) for strip in self.strips)
 
 
+class ModelLayer(msgspec.Struct, frozen=True, array_like=True):
+    """How the KV heads of one layer are cut at an engine, whichever of its pipeline stages has it.
+
+    Attributes:
+        number: in the model, from 0, as in the layer's name.
+        rank_heads: heads that each rank of its stage holds.
+        total_heads: as in `LayerDescription`.
+    """
+
+    number: int
+    rank_heads: int
+    total_heads: int
+
+
 class CacheDescription(msgspec.Struct, frozen=True, kw_only=True):
     """One blocks cache: layers of one KV cache group. `model_id` is its key at the core.
 

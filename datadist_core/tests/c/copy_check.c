@@ -38,12 +38,28 @@ static void shuffled(int64_t *items, uint32_t *state) {
     }
 }
 
+// Random bytes to take from: making each byte anew would take most of the time under a sanitizer.
+#define NOISE 8191
+static unsigned char noise[2 * NOISE];
+
+static void make_noise(void) {
+    uint32_t state = 7;
+    for (int i = 0; i < 2 * NOISE; i++)
+        noise[i] = (unsigned char)next(&state);
+}
+
+static void scribble(unsigned char *bytes, int64_t size, uint32_t *state) {
+    for (int64_t at = 0; at < size; at += NOISE)
+        memcpy(bytes + at, noise + next(state) % NOISE, (size_t)(size - at < NOISE ? size - at : NOISE));
+}
+
 static int round_of(uint32_t *state, int64_t item_bytes, int helpers) {
     int64_t stride = item_bytes + (next(state) % 2 ? 0 : 24), per_pair = NUM_ITEMS * stride;
     int64_t size = NUM_PAIRS * per_pair + 2 * GUARD;
     unsigned char *local = malloc(size), *remote = malloc(size), *expected = malloc(size);
-    for (int64_t i = 0; i < size; i++)
-        local[i] = expected[i] = (unsigned char)next(state), remote[i] = (unsigned char)next(state);
+    scribble(local, size, state);
+    scribble(remote, size, state);
+    memcpy(expected, local, (size_t)size);
     int64_t bases[2][NUM_PAIRS], strides[NUM_PAIRS], mergeable[NUM_PAIRS];
     int64_t zero = 0, whole = item_bytes, local_items[NUM_ITEMS], remote_items[NUM_ITEMS];
     for (int pair = 0; pair < NUM_PAIRS; pair++) {
@@ -103,6 +119,7 @@ int main(void) {
         puts("a variant copied wrongly");
         return 1;
     }
+    make_noise();
     for (uintptr_t i = 0; i < THREADS; i++)
         pthread_create(&threads[i], NULL, work, (void *)(i + 1));
     for (int i = 0; i < THREADS; i++) {
