@@ -17,9 +17,10 @@ import pytest
 from connector.tests.shaped_engine import Layers, Shape, engine
 from datadist_core.errors import ProtocolError, RemoteError
 from vllm_datadist.description import Description, Incompatible
-from vllm_datadist.messages import Endpoint, EngineClaim, WorkerAddress, Workers
+from vllm_datadist.messages import Endpoint
 from vllm_datadist.params import MAX_WORKERS
 from vllm_datadist.worker.claims import check_claim, engine_claim
+from vllm_datadist.worker.directory import EngineClaim, WorkerAddress, Workers
 from vllm_datadist.worker.planner import PlanError
 from vllm_datadist.worker.shares import find_sources
 from vllm_datadist.worker.sources import read_workers

@@ -3,9 +3,9 @@
 
 Scheduler side -> worker side, once per step: `StepWork`. Worker -> worker of the other engine, over a link, D to P:
 `Renew` and `Release`, answered by `LeaseAnswer`; for a push `Offer`, `Withdraw` and `AskOffer`, answered by
-`OfferAnswer`; and `AskWorkers`, answered by `Workers`. P to D: `Pushed`, answered by `OfferAnswer` too. (One more call,
-describe, is in `description.py`.) Whatever is keyed by a request is keyed by (request id, attempt): vLLM may use a
-request id again.
+`OfferAnswer`. P to D: `Pushed`, answered by `OfferAnswer` too. (Two more calls are elsewhere: describe in
+`description.py`, and who the workers are in `worker/directory.py`.) Whatever is keyed by a request is keyed by
+(request id, attempt): vLLM may use a request id again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from .counts import Failure, HoldOutcome
 DESCRIBE = "datadist.describe"
 RENEW = "datadist.renew"
 RELEASE = "datadist.release"
-WORKERS = "datadist.workers"
 ANNOUNCE = "datadist.announce"
 OFFER = "datadist.offer"
 WITHDRAW = "datadist.withdraw"
@@ -418,46 +417,6 @@ class OfferAnswer(msgspec.Struct, frozen=True):
 
     state: OfferState
     reason: str = ""
-
-
-class AskWorkers(msgspec.Struct, frozen=True):
-    """Which workers does your engine have?"""
-
-
-class WorkerAddress(msgspec.Struct, frozen=True):
-    """An `Endpoint` on its way."""
-
-    pp_rank: int
-    tp_rank: int
-    host: str
-    port: int
-    cluster_id: int
-    first_layer: int = 0
-
-
-class EngineClaim(msgspec.Struct, frozen=True):
-    """What the worker that is asked says of its engine; each of its workers must say so too: see `worker.claims`.
-
-    Attributes:
-        block_tokens: tokens per block, by KV cache group, of the groups that this worker has layers of.
-        fingerprint: of all that they must say alike.
-    """
-
-    tp_size: int
-    pp_size: int
-    dp_rank: int
-    block_tokens: dict[int, int]
-    fingerprint: str
-
-
-class Workers(msgspec.Struct, frozen=True):
-    """All workers of an engine; none as long as the worker that is asked has not been told.
-
-    `engine`: None only of a peer of another protocol version.
-    """
-
-    workers: list[WorkerAddress]
-    engine: EngineClaim | None = None
 
 
 def lease_ref(key: RequestKey) -> LeaseRef:

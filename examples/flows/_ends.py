@@ -40,6 +40,7 @@ import numpy as np
 import datadist_core as llm_datadist
 
 from ._compare import Array, difference, num_bytes
+from ._signals import on_signal, raise_if_signalled
 
 #: Cluster ids where there is one end of each role. With several, prompts come first: 1, 2, ... and then decoders.
 PROMPT, DECODER = 1, 2
@@ -267,8 +268,8 @@ def main(
     """
     program = f"examples.flows.{Path(file).stem}"
     options = _parser(doc, program, roles, ends).parse_args()
-    signal.signal(signal.SIGTERM, _on_signal)
-    signal.signal(signal.SIGINT, _on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
     try:
         if options.role is None:
             status = _run_together(program, options, ends)
@@ -332,27 +333,6 @@ def _run_one(end: End, role: Role) -> int:
         faulthandler.cancel_dump_traceback_later()
     end.say(f"done, {end.num_checks} checks passed" if end.num_checks else "done")
     return 0
-
-
-#: The signals to end that have come.
-_signals: list[int] = []
-
-
-def _on_signal(number: int, _frame: object) -> None:
-    _signals.append(number)
-    raise_if_signalled()
-
-
-def raise_if_signalled() -> None:
-    """Ends this process in order if a signal has asked for it; for every wait.
-
-    The signal's handler has raised the same before. But Python drops what is raised in a finalizer, and so do some
-    extension modules while they are imported; `numpy.random` does, which is imported when it is used first.
-    """
-    if signal.SIGINT in _signals:
-        raise KeyboardInterrupt
-    if _signals:
-        raise SystemExit(128 + _signals[0])  # so that `with` and `finally` blocks run
 
 
 # -- all ends with one command -----------------------------------------------------------------------------------------

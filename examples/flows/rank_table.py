@@ -17,7 +17,8 @@ import time
 
 import datadist_core as llm_datadist
 
-from ._ends import PROMPT, End, Failed, fill, free_address, main, pattern, raise_if_signalled
+from ._ends import PROMPT, End, Failed, fill, free_address, main, pattern
+from ._signals import raise_if_signalled
 
 DECODERS = (2, 3)
 RANKS = {PROMPT: 0, 2: 1, 3: 2}  # cluster id -> rank

@@ -14,7 +14,8 @@ from hashlib import blake2b
 import msgspec
 
 from ..description import LAYER_FIELD, Description, Incompatible
-from ..messages import Endpoint, EngineClaim
+from ..messages import Endpoint
+from .directory import EngineClaim
 
 #: Fields of a description that all workers of an engine have alike.
 _OF_THE_ENGINE = (

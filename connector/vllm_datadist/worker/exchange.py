@@ -23,20 +23,17 @@ from ..messages import (
     OFFER_STATE,
     PUSHED,
     WITHDRAW,
-    WORKERS,
     Announce,
     AskOffer,
-    AskWorkers,
     Endpoint,
     Offer,
     OfferAnswer,
     OfferState,
     Pushed,
     Withdraw,
-    WorkerAddress,
-    Workers,
 )
 from .claims import engine_claim
+from .directory import WORKERS, AskWorkers, WorkerAddress, Workers
 from .layer_sync import LayerProgress
 from .load_book import LoadBook
 from .node import DataDistNode

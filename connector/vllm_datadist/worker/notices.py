@@ -27,7 +27,6 @@ from ..messages import (
     AnnounceJob,
     AskOffer,
     Endpoint,
-    EngineClaim,
     Offer,
     OfferAnswer,
     OfferRef,
@@ -37,6 +36,7 @@ from ..messages import (
     WithdrawJob,
     lease_ref,
 )
+from .directory import EngineClaim
 from .later import WorkPool
 from .lease_calls import CALL_TIMEOUT_S, Caller
 from .peer_pool import PeerPool

@@ -19,8 +19,9 @@ from datadist_core.types import Deadline
 
 from ..address import address_error
 from ..handoff.desk import WorkerPlace
-from ..messages import WORKERS, AskWorkers, Endpoint, PushSource, WorkerAddress, Workers
+from ..messages import Endpoint, PushSource
 from ..params import MAX_WORKERS, not_a_grid
+from .directory import WORKERS, AskWorkers, WorkerAddress, Workers
 from .lease_calls import CALL_TIMEOUT_S
 from .notices import FoundWorkers, OfferPart, OfferParts
 from .peers import PeerDirectory
