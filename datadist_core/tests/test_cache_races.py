@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -714,13 +715,22 @@ def test_finalize_gives_the_pools_back_whatever_is_in_them(ends) -> None:
     starts = [end._open().store._pools[Placement.HOST].region.address for end in ends]
     for end in ends:
         end.finalize()
-    gc.collect()
     assert len(live_ranges._by_address) == before
-    assert not set(starts) & set(live_ranges._pools) - {starts[1]}
+    assert pools_left(starts, 1) == {starts[1]}
     assert len(set(view.ravel().tolist())) == 1
     del view
-    gc.collect()
-    assert not set(starts) & set(live_ranges._pools)
+    assert pools_left(starts, 0) == set()
+
+
+def pools_left(starts: list[int], wanted: int) -> set[int]:
+    """Those that are there still; threads that have just ended a link may hold one for a moment."""
+    end = time.monotonic() + HANGS_S
+    while True:
+        gc.collect()
+        left = set(starts) & set(live_ranges._pools)
+        if len(left) <= wanted or time.monotonic() > end:
+            return left
+        time.sleep(0.01)
 
 
 # -- growth
