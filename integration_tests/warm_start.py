@@ -4,8 +4,9 @@
 A server's start is three processes (API server, engine core, worker) that each import the same modules for ten
 seconds. Here one process imports them once and each server is forked from it; its engine core and worker are forked
 from the server, as vLLM does itself on GPUs (its CPU platform asks for spawn, for the sake of OpenMP thread binding,
-which the tests turn off). Everything else is as with a command line: the same arguments, environment, supervision and
-log. `make demo` and the benchmark's test still start servers the slow way.
+which the tests turn off). And they sleep where vLLM's spin, see `_sleep_where_vllm_spins`. Everything else is as with a
+command line: the same arguments, environment, supervision and log. `make demo` and the benchmark's test still start
+servers the slow way.
 
     COLD_START=1 make test      every server as a user would start it
 """
@@ -54,6 +55,7 @@ MODULES = (
 #: Where the `main` of a module is, if not in itself.
 MAINS = {"vllm.entrypoints.openai.api_server": "vllm.entrypoints.launchers.api_server.entry"}
 MAX_MESSAGE_BYTES = 1 << 20
+SPIN_PAUSE_S = 0.0001
 
 
 # -- the process that forks ----------------------------------------------------------------------------------------
@@ -63,6 +65,7 @@ def main(descriptor: int) -> None:
     """Serve until the other end is closed."""
     link = socket.socket(fileno=descriptor)
     _fork_where_vllm_spawns()
+    _sleep_where_vllm_spins()
     for name in MODULES:
         importlib.import_module(name)
     gc.collect()
@@ -85,6 +88,15 @@ def _fork_where_vllm_spawns() -> None:
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     original = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: original("fork" if method == "spawn" else method)
+
+
+def _sleep_where_vllm_spins() -> None:
+    """A server's processes wait for one another by calling `os.sched_yield` again and again.
+
+    Several servers on two processors then keep each other, and everybody else, from running: with Linux 6.18 a program
+    beside three of them that sleeps for a second was late by up to ten. Here they sleep for a moment each time.
+    """
+    os.sched_yield = lambda: time.sleep(SPIN_PAUSE_S)
 
 
 def _fork(run: Callable[[], int]) -> int:
