@@ -8,12 +8,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from datadist_core.testing.parallel import eventually
 from datadist_core.testing.remote import RemoteObject
 from vllm_datadist.description import PROTOCOL_VERSION, Description
 from vllm_datadist.groups import GroupInfo
@@ -263,3 +265,26 @@ def _describe(shape: Shape, caches: list[Any]) -> Description:
         use_mla=False, speculative="none", tp_size=shape.tp_size, pp_size=1, tp_rank=shape.tp_rank, pp_rank=0,
         model_config={}, caches=caches,
     )  # fmt: skip
+
+
+Start = Callable[..., PushWorker]
+
+
+@contextmanager
+def workers_started() -> Iterator[Start]:
+    """Starts workers and ends them all, also when the test fails."""
+    started: list[PushWorker] = []
+
+    def start(*arguments: object) -> PushWorker:
+        started.append(PushWorker(*(arguments or ("auto",))))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for worker in started:
+            worker.close()
+
+
+def offer_is_there(p: PushWorker) -> None:
+    assert eventually(lambda: p.num_offers() == 1)

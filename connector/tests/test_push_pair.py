@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,13 +16,15 @@ from connector.tests.push_worker import (
     SOURCE_TABLE,
     TARGET_TABLE,
     TOKENS,
-    PushWorker,
     Shape,
+    Start,
     chunk,
     held,
+    offer_is_there,
     offered,
     opened,
     source,
+    workers_started,
 )
 from datadist_core.testing.parallel import eventually
 from vllm_datadist.messages import (
@@ -38,25 +40,12 @@ from vllm_datadist.worker.planner import BlockPairs
 from vllm_datadist.worker.push_moves import BlockPusher, _Part
 
 NUM_TOKENS = 33
-Start = Callable[..., PushWorker]
 
 
 @pytest.fixture
 def workers() -> Iterator[Start]:
-    """Starts workers and ends them all, also when the test fails."""
-    started: list[PushWorker] = []
-
-    def start(*arguments: object) -> PushWorker:
-        started.append(PushWorker(*(arguments or ("auto",))))
-        return started[-1]
-
-    yield start
-    for worker in started:
-        worker.close()
-
-
-def _offer_is_there(p: PushWorker) -> None:
-    assert eventually(lambda: p.num_offers() == 1)
+    with workers_started() as start:
+        yield start
 
 
 CASES = [("shm", size, order) for size in (1, 3, 5, 33) for order in ("offer first", "in the middle", "ticket")]
@@ -73,7 +62,7 @@ def test_the_blocks_arrive_in_either_order(workers: Start, backend: str, size: i
     for number, (begin, end) in enumerate(steps):
         if number == {"offer first": 0, "in the middle": len(steps) // 2}.get(order):
             d.tell(offer)
-            _offer_is_there(p)
+            offer_is_there(p)
         p.step(begin, end)
     p.tell(held())
     if order in ("offer last", "ticket"):
@@ -97,7 +86,7 @@ def test_negative_control_a_block_that_is_left_out_is_seen(
     p, d = workers(), workers()
     p.tell(opened(NUM_TOKENS))
     d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
-    _offer_is_there(p)
+    offer_is_there(p)
     p.step(0, NUM_TOKENS)
     assert not d.received().failed
     assert not d.holds(0, NUM_TOKENS)
@@ -148,7 +137,7 @@ def test_engines_of_different_shapes(workers: Start, p_shape: Shape, d_shape: Sh
 def test_a_layer_is_sent_while_the_next_one_is_computed(workers: Start) -> None:
     p, d = workers(), workers()
     d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
-    _offer_is_there(p)
+    offer_is_there(p)
     p.side.start(opened(NUM_TOKENS))
     p.side.start(chunk(0, NUM_TOKENS))
     for number, layer in enumerate(LAYERS):
@@ -162,7 +151,7 @@ def test_a_layer_is_sent_while_the_next_one_is_computed(workers: Start) -> None:
 def test_layers_whose_hook_does_not_come_follow_at_the_steps_end(workers: Start) -> None:
     p, d = workers(), workers()
     d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
-    _offer_is_there(p)
+    offer_is_there(p)
     p.side.start(opened(NUM_TOKENS))
     p.side.start(chunk(0, NUM_TOKENS))
     hook, p.side.layer_computed = p.side.layer_computed, lambda name: None
@@ -179,7 +168,7 @@ def test_a_preempted_request_is_sent_again_from_its_new_blocks(workers: Start) -
     p, d = workers(), workers()
     p.tell(opened(NUM_TOKENS))
     d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
-    _offer_is_there(p)
+    offer_is_there(p)
     p.step(0, 20, seed=7)
     p.tell(StepWork(push_voids=[PushVoid(P_KEY)]))
     p.scribble(SOURCE_TABLE)
@@ -196,7 +185,7 @@ def test_what_is_void_is_not_sent_on(workers: Start) -> None:
     """The request loses its blocks while layers wait to be sent: they are not sent any more."""
     p, d = workers(), workers()
     d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
-    _offer_is_there(p)
+    offer_is_there(p)
     p.side.start(opened(NUM_TOKENS))
     p.side.start(chunk(0, NUM_TOKENS))
     p.compute(0, NUM_TOKENS, SOURCE_TABLE, layers=LAYERS[:1])
@@ -213,7 +202,7 @@ def test_what_is_done_stays_done_when_the_request_is_preempted_afterwards(worker
     p, d = workers(), workers()
     p.tell(opened(NUM_TOKENS))
     d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
-    _offer_is_there(p)
+    offer_is_there(p)
     p.step(0, NUM_TOKENS)
     assert not d.received().failed
     p.tell(StepWork(push_voids=[PushVoid(P_KEY)]))
@@ -227,7 +216,7 @@ def test_a_request_that_p_aborts_fails_at_d_with_the_reason(workers: Start) -> N
     p, d = workers(), workers()
     p.tell(opened(NUM_TOKENS))
     d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
-    _offer_is_there(p)
+    offer_is_there(p)
     p.step(0, 20)
     p.tell(StepWork(push_ends=[PushEnd(P_KEY, "P has ended the request as FINISHED_ABORTED")]))
     reported = d.received()
@@ -239,7 +228,7 @@ def test_a_request_that_p_aborts_fails_at_d_with_the_reason(workers: Start) -> N
 def test_an_engine_step_that_fails_is_never_pushed(workers: Start) -> None:
     p, d = workers(), workers()
     d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
-    _offer_is_there(p)
+    offer_is_there(p)
     p.side.start(opened(NUM_TOKENS))
     p.side.start(chunk(0, NUM_TOKENS))
     p.compute(0, NUM_TOKENS, SOURCE_TABLE, layers=LAYERS[:1])
@@ -254,7 +243,7 @@ def test_a_request_that_d_aborts_is_taken_back_and_p_is_free(workers: Start) -> 
     p, d = workers(), workers()
     p.tell(opened(NUM_TOKENS))
     d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
-    _offer_is_there(p)
+    offer_is_there(p)
     p.step(0, 20)
     d.tell(StepWork(ended=[D_KEY]))
     assert d.received().notes.is_empty()
@@ -292,7 +281,7 @@ def test_another_prompt_is_refused_with_both_values(workers: Start) -> None:
 def test_a_second_d_with_the_same_transfer_is_refused(workers: Start) -> None:
     p, d, second = workers(), workers(), workers()
     d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
-    _offer_is_there(p)
+    offer_is_there(p)
     second.tell(offered(p.endpoint(), 0, NUM_TOKENS, key=RequestKey("d-2", 1)))
     assert "another request has offered" in second.received().errors[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,13 @@ import pytest
 from connector.tests.push_worker import (
     TARGET_TABLE,
     PushWorker,
+    Start,
     chunk,
     held,
+    offer_is_there,
     offered,
     opened,
+    workers_started,
 )
 from datadist_core.errors import PeerLost
 from datadist_core.testing.parallel import eventually
@@ -34,25 +37,12 @@ from vllm_datadist.messages import (
 from vllm_datadist.worker.pushes import NUM_CALLERS
 
 NUM_TOKENS = 33
-Start = Callable[..., PushWorker]
 
 
 @pytest.fixture
 def workers() -> Iterator[Start]:
-    """Starts workers and ends them all, also when the test fails."""
-    started: list[PushWorker] = []
-
-    def start(*arguments: object) -> PushWorker:
-        started.append(PushWorker(*(arguments or ("auto",))))
-        return started[-1]
-
-    yield start
-    for worker in started:
-        worker.close()
-
-
-def _offer_is_there(p: PushWorker) -> None:
-    assert eventually(lambda: p.num_offers() == 1)
+    with workers_started() as start:
+        yield start
 
 
 def test_one_d_that_does_not_answer_holds_up_no_other(workers: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +129,7 @@ def test_a_grant_is_used_over_its_link_only(workers: Start, monkeypatch: pytest.
     monkeypatch.setattr(node, "call", noted)
     p.tell(opened(NUM_TOKENS))
     d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
-    _offer_is_there(p)
+    offer_is_there(p)
     p.step(0, 20)
     assert eventually(lambda: d.holds(0, 20))
     [machine] = p.pushes._table._active.values()
