@@ -8,7 +8,8 @@ from pathlib import Path
 
 #: What is worth showing of a server's log.
 TELLING = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|^\S*(Error|Exception|LLMException)\b|vllm_datadist")
-SILENT = re.compile(r"libtcmalloc|libiomp")
+#: Known, or a line of a traceback that is not its last.
+SILENT = re.compile(r"libtcmalloc|libiomp|\b(WARNING|ERROR) \S+ \S+ \[\S+\] {2}")
 LINES_SHOWN = 40
 LINE_LENGTH = 400
 

@@ -187,8 +187,7 @@ class LinkManager:
             self._log.log(logging.INFO, "a link from %s was not made: %s", link.channel.peer_address, error)
             self._handshake.refuse(link, error)
         finally:
-            with self._lock:
-                self._unfinished.discard(link)
+            self._greeted(link)
 
     # -- dialling
 
@@ -264,8 +263,7 @@ class LinkManager:
             self._drop(link, error)
             raise
         finally:
-            with self._lock:
-                self._unfinished.discard(link)
+            self._greeted(link)
         return link
 
     def _connect(self, target: Target, deadline: Deadline) -> Channel:
@@ -301,6 +299,13 @@ class LinkManager:
             ", ".join(info.backends),
             info.rejected or "none",
         )
+
+    def _greeted(self, link: Link) -> None:
+        """The handshake is over. If the link ended in it, `_on_down` may have come before a backend had connected."""
+        with self._lock:
+            self._unfinished.discard(link)
+        if link.state is LinkState.DOWN:
+            self._disconnect(link)
 
     def _drop(self, link: Link, error: LLMException) -> None:
         if isinstance(error, LinkFailed) and link.state in (LinkState.PROBING, LinkState.PROBED):

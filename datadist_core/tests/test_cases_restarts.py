@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -122,6 +123,41 @@ def test_b17_a_link_that_ends_while_it_is_entered_leaves_no_descriptor(
         end.link_clusters([remote_info(P, p.place.host, p.place.port)], timeout=5000)
         assert eventually(lambda: processes.num_watched() == 0, 10)
         assert eventually(lambda: not processes._pidfds, 10)
+
+
+@pytest.mark.parametrize("dialler", ["this end", "the peer"])
+def test_b17_a_link_that_ends_while_its_backends_are_connected_leaves_nothing(
+    start: StartEnd, monkeypatch: pytest.MonkeyPatch, dialler: str
+) -> None:
+    """The end of the link takes it out of the backends, and only then does one of them get its connection."""
+    p = start(P, 1, "cma", "127.0.0.1:0")
+    with make_end("cma", "127.0.0.1:0") as end:
+        links = end._open().links
+        cma = links._engine.backends["cma"]
+        connect, disconnect = cma.connect, cma.disconnect
+        disconnected, connected = threading.Event(), threading.Event()
+
+        def disconnect_and_say(peer_id: int) -> None:
+            disconnect(peer_id)
+            disconnected.set()
+
+        def connect_too_late(peer_id: int, *args: Any, **kwargs: Any) -> None:
+            disconnected.clear()
+            [link] = list(links._unfinished)
+            link.close(PeerLost("the link ends now"))
+            assert disconnected.wait(20)
+            connect(peer_id, *args, **kwargs)
+            connected.set()
+
+        monkeypatch.setattr(cma, "disconnect", disconnect_and_say)
+        monkeypatch.setattr(cma, "connect", connect_too_late)
+        place = PeerPlace(end.cluster_id, "127.0.0.1", end.listen_address.port, 0)
+        if dialler == "this end":
+            end.link_clusters([remote_info(P, p.place.host, p.place.port)], timeout=5000)
+        else:
+            p.do("link", place)
+        assert connected.wait(20), "it was never connected: this shows nothing"
+        assert eventually(lambda: not cma._links, 10)
 
 
 # --- a network that goes and comes back -----------------------------------------------------------------------------
