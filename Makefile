@@ -32,6 +32,9 @@ venv:
 demo: venv
 	@$(VENV_PYTHON) -m examples.vllm_pd.demo $(if $(filter-out 0,$(KEEP)),--keep) $(DEMO_ARGS)
 
+# The many processes of the tests compile a module once, not each for itself: empty means that byte code is written.
+test test-fast: export PYTHONDONTWRITEBYTECODE :=
+
 # Both parts run, whatever the first one finds. pytest ends with 5 where TEST_ARGS leave it nothing to do.
 test: venv
 	@$(VENV_PYTHON) -m pytest -m "not servers" -n $(TEST_JOBS) --dist loadscope $(TEST_ARGS); without=$$?; \

@@ -23,8 +23,8 @@ from .target import NAMES, PLANTED, ROOT, corpus_of, inputs_of, load
 _MAX_INPUT_BYTES = 4096
 _RSS_LIMIT_MB = 2048
 #: Of the whole machine's time: libFuzzer ends what hangs. What is merely slow is found by `limits`.
-_HANG_S = 10
-_START_S = 60.0
+_HANG_S = 60
+_START_S = 180.0
 
 
 @dataclass(slots=True)

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,10 +23,15 @@ LOG_MARKS = pytest.StashKey[LogMarks]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here starts servers: `make test-fast` leaves it out."""
+    """Everything here starts servers: `make test-fast` leaves it out.
+
+    The first test waits for the warm process too, which computes for half a minute; on a busy machine for some.
+    """
     for item in items:
         if Path(item.fspath).parent == Path(__file__).parent:
             item.add_marker(pytest.mark.servers)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(autouse=True)
@@ -73,10 +80,11 @@ def nothing_is_left(warm_process: WarmProcess | None) -> Iterator[None]:
     processes = lambda: [p for p in psutil.Process().children(recursive=True) if p.pid != warm_pid]  # noqa: E731
     leftovers = _wait_until_gone(lambda: [p.pid for p in processes() if _is_server(p)])
     assert not leftovers, f"processes left: {leftovers}"
-    files = _wait_until_gone(lambda: sorted(set(os.listdir("/dev/shm")) - shm_before))
-    ours = [name for name in files if not name.startswith(VLLM_OWN)]
+    files = lambda: sorted(set(os.listdir("/dev/shm")) - shm_before)  # noqa: E731
+    ours = _wait_until_gone(lambda: [name for name in files() if not name.startswith(VLLM_OWN)])
     assert not ours, f"/dev/shm entries left: {ours}"
-    for name in files:
+    # Those of a server that somebody else has started meanwhile stay.
+    for name in set(files()) - _mapped():
         Path("/dev/shm", name).unlink(missing_ok=True)
 
 
@@ -87,8 +95,17 @@ def _is_server(process: psutil.Process) -> bool:
         return False
 
 
+def _mapped() -> set[str]:
+    """Names in /dev/shm that a process has in its memory."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            found |= set(re.findall(r" /dev/shm/(.+)$", maps.read_text(errors="replace"), re.MULTILINE))
+    return found
+
+
 def _wait_until_gone(find) -> list:
-    end = time.monotonic() + 15
+    end = time.monotonic() + 60
     while (found := find()) and time.monotonic() < end:
         time.sleep(0.2)
     return found

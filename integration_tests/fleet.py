@@ -7,9 +7,9 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from examples.vllm_pd.servers import (
     prefill,
     start_all,
 )
+from integration_tests.gate import shut
 
 NUM_TOKENS = 12
 CHUNK_TOKENS = 256
@@ -39,7 +40,9 @@ LINK_TIMEOUT_S = 30.0
 #: How many more threads may be left than there were.
 POOL_THREADS = 4
 #: The backend that goes wrong on purpose; both ends must name the same one, only some ends say how.
-FAULTY_SHM = "datadist_core.testing.faults:FaultyShm"
+FAULTY_SHM = "integration_tests.gate:GatedShm"
+#: Longer than any pause that a busy machine makes. What is waited for so long comes in a moment as a rule.
+PATIENCE_S = 30.0
 
 
 def random_prompt(num_tokens: int, seed: object) -> list[int]:
@@ -102,15 +105,20 @@ class Fleet:
         return metrics_by_label(self.decode.base_url, TRANSFER_BYTES, "backend")
 
 
-def eventual_value(read, wanted: Any, seconds: float = 5.0) -> Any:
-    """What `read` gives, waiting a bounded time for `wanted`: metrics follow a step behind the answer."""
+def eventual_value(read: Callable[[], Any], wanted: Any, seconds: float = PATIENCE_S) -> Any:
+    """What `read` gives, waiting a bounded time for `wanted`: metrics follow a step behind the answer.
+
+    It is read once more after that time, also if this process did not run in between.
+    """
     end = time.monotonic() + seconds
-    while (value := read()) != wanted and time.monotonic() < end:
+    while True:
+        is_last = time.monotonic() >= end
+        if (value := read()) == wanted or is_last:
+            return value
         time.sleep(0.05)
-    return value
 
 
-def wait_until_blocks_are_free(*servers: VllmServer, seconds: float = 20.0) -> None:
+def wait_until_blocks_are_free(*servers: VllmServer, seconds: float = PATIENCE_S) -> None:
     for server in servers:
         usage = eventual_value(lambda server=server: metrics(server.base_url)[KV_USAGE], 0.0, seconds)
         assert usage == 0.0, f"{server.name} still holds {usage:.2%} of its KV blocks"
@@ -128,7 +136,7 @@ class FaultFile:
     @property
     def options(self) -> dict[str, Any]:
         """For the server's extra config."""
-        return {"transfer_backend": FAULTY_SHM, "backend_options": {"FaultyShm": {"fault": {"file": str(self._path)}}}}
+        return {"transfer_backend": FAULTY_SHM, "backend_options": {"GatedShm": {"fault": {"file": str(self._path)}}}}
 
     @contextmanager
     def fault(self, **fault: Any) -> Iterator[None]:
@@ -141,6 +149,32 @@ class FaultFile:
         finally:
             self._path.unlink()
 
+    @contextmanager
+    def gate(self) -> Iterator[Gate]:
+        """Transfers wait within, until the gate is opened. Only between servers that have a link: its trial waits too.
+
+        Nothing is loaded, or pushed, as long as nothing can be, however slow or quick this test is meanwhile.
+        """
+        gate = Gate(shut(self._path))
+        gate.path.write_bytes(b"")
+        try:
+            yield gate
+        finally:
+            gate.open()
+
+
+@dataclass(frozen=True)
+class Gate:
+    path: Path
+
+    def wait_for(self, num_transfers: int = 1) -> None:
+        """Until so many have come to it."""
+        came = lambda: self.path.stat().st_size >= num_transfers  # noqa: E731
+        assert eventual_value(came, True), f"{self.path.stat().st_size} transfers wait at the gate"
+
+    def open(self) -> None:
+        self.path.unlink(missing_ok=True)
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -152,11 +186,17 @@ class Footprint:
 
     @classmethod
     def of(cls, server: VllmServer) -> Footprint:
-        pids = server.pids()[1:]
-        fds = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
-        threads = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)
-        pools = sum(Path(f"/proc/{pid}/maps").read_text().count("/memfd:") for pid in pids)
-        return cls(fds, threads, pools)
+        found = [cls._of_process(pid) for pid in server.pids()[1:]]
+        return cls(*(sum(getattr(one, field.name) for one in found) for field in fields(cls)))
+
+    @classmethod
+    def _of_process(cls, pid: int) -> Footprint:
+        """Nothing, if it has just ended."""
+        try:
+            fds, threads = os.listdir(f"/proc/{pid}/fd"), os.listdir(f"/proc/{pid}/task")
+            return cls(len(fds), len(threads), Path(f"/proc/{pid}/maps").read_text().count("/memfd:"))
+        except (FileNotFoundError, ProcessLookupError):
+            return cls(0, 0, 0)
 
     def fits_in(self, other: Footprint) -> bool:
         """Thread pools start a thread when all others are busy, so a few more may be in use by chance."""
@@ -165,7 +205,7 @@ class Footprint:
 
 
 @contextmanager
-def nothing_leaks(*servers: VllmServer, seconds: float = 20.0) -> Iterator[None]:
+def nothing_leaks(*servers: VllmServer, seconds: float = PATIENCE_S) -> Iterator[None]:
     """All blocks come back, and no file descriptor, thread, mapping or /dev/shm entry is left.
 
     The servers must have done before what they do within: what they make once and keep does not count.
@@ -176,8 +216,8 @@ def nothing_leaks(*servers: VllmServer, seconds: float = 20.0) -> Iterator[None]
     wait_until_blocks_are_free(*servers, seconds=seconds)
     for server in servers:
         fits = lambda server=server: Footprint.of(server).fits_in(before[server])  # noqa: E731
-        assert eventual_value(fits, True, 10.0), f"{server.name}: {before[server]} -> {Footprint.of(server)}"
-    assert eventual_value(lambda: shm_entries() - shm_before, set(), 10.0) == set()
+        assert eventual_value(fits, True), f"{server.name}: {before[server]} -> {Footprint.of(server)}"
+    assert eventual_value(lambda: shm_entries() - shm_before, set()) == set()
 
 
 def shm_entries() -> set[str]:

@@ -12,8 +12,10 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Outcome:
-    """One request. Times are of this host's monotonic clock. `error` is "" if it went well."""
+    """One request. Times are of this host's monotonic clock. `error` is "" if it went well.
+
+    `end_s`: of one that went well, of the last piece of its answer.
+    """
 
     index: int
     text: str
@@ -74,7 +79,7 @@ class ServingBenchmark:
             "--temperature": 0,
             "--result-dir": directory,
             "--result-filename": "result.json",
-            "--ready-check-timeout-sec": 30,
+            "--ready-check-timeout-sec": 120,
         }
         flags = ["--skip-chat-template", "--disable-shuffle", "--disable-tqdm", "--save-result", "--save-detailed"]
         pairs = [str(part) for pair in options.items() for part in pair]
@@ -130,7 +135,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     serve.add_cli_args(parser)
     serve.get_samples = _samples
+    for name, request in serve.ASYNC_REQUEST_FUNCS.items():
+        serve.ASYNC_REQUEST_FUNCS[name] = partial(_timed, request)
     serve.main(parser.parse_args())
+
+
+async def _timed(request: Callable[..., Awaitable[Any]], *args: Any, **keywords: Any) -> Any:
+    """Of a request that fails the benchmark keeps only what it had before: here also how long it took to fail."""
+    start_s = time.perf_counter()
+    output = await request(*args, **keywords)
+    if output.error:
+        output.ttft, output.itl = time.perf_counter() - start_s, []
+    return output
 
 
 def _samples(args: argparse.Namespace, tokenizer: Any) -> list[Any]:

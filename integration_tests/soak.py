@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import signal
 import sys
@@ -31,15 +30,27 @@ import httpx
 
 from examples.vllm_pd.models import make_tiny_model
 from examples.vllm_pd.servers import VllmServer, completion, free_port, start_all
-from integration_tests.fleet import KV_USAGE, NUM_TOKENS, alone, config, eventual_value, handed_off, random_prompt
+from examples.vllm_pd.supervise import signal_each
+from integration_tests.fleet import (
+    KV_USAGE,
+    NUM_TOKENS,
+    PATIENCE_S,
+    alone,
+    config,
+    eventual_value,
+    handed_off,
+    random_prompt,
+)
 from integration_tests.warm_start import warm_servers
 
 BLOCK = 32
 LEASE_S = 4.0
 LOAD_TIMEOUT_S = 10.0
 #: A request takes two steps of this length at most. A frozen server is woken well before.
-STEP_DEADLINE_S = 40.0
+STEP_DEADLINE_S = 90.0
 MAX_FREEZE_S = 8.0
+#: A run lasts until there were so many.
+MIN_FREEZES, MIN_KILLS = 2, 1
 #: Lengths around the block bounds, and some that take a while.
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5, 8 * BLOCK, 500, 900)
 NUM_PROMPTS = 12
@@ -138,7 +149,7 @@ class Soak:
 
     def _inject(self, end_s: float) -> None:
         kinds: Counter[str] = Counter()
-        while time.monotonic() < end_s:
+        while time.monotonic() < end_s or not self._has_enough(kinds):
             target = self._random.choice(self._targets)
             may_kill = kinds["SIGKILL"] < self._max_kills
             kind = "SIGKILL" if may_kill and self._random.random() < 0.4 else "SIGSTOP"
@@ -154,15 +165,17 @@ class Soak:
             kinds[f"{kind} {target.server.name}"] += 1
         self.summary.faults = dict(sorted(kinds.items()))
 
+    def _has_enough(self, kinds: Counter[str]) -> bool:
+        """On a busy machine a restart takes so long that the time is over before much has been done."""
+        return kinds["SIGSTOP"] >= MIN_FREEZES and kinds["SIGKILL"] >= min(MIN_KILLS, self._max_kills)
+
     def _freeze(self, server: VllmServer, seconds: float) -> None:
         pids = server.pids()
         try:
-            for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
+            signal_each(pids, signal.SIGSTOP)
             self._stop.wait(seconds)
         finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
+            signal_each(pids, signal.SIGCONT)
 
     # --- load -------------------------------------------------------------------------------------------------
 
@@ -227,7 +240,8 @@ def _hand_off(prefill: VllmServer, decode: VllmServer, prompt: Sequence[int]) ->
 def _final_usage(server: VllmServer) -> float:
     from examples.vllm_pd.servers import metrics
 
-    return float(eventual_value(lambda: metrics(server.base_url)[KV_USAGE], 0.0, LOAD_TIMEOUT_S + LEASE_S + 10))
+    seconds = LOAD_TIMEOUT_S + LEASE_S + PATIENCE_S
+    return float(eventual_value(lambda: metrics(server.base_url)[KV_USAGE], 0.0, seconds))
 
 
 def _server(model: Path, directory: Path, kind: str, index: int, ports: set[int]) -> VllmServer:

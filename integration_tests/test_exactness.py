@@ -13,6 +13,7 @@ from integration_tests.fleet import (
     CHUNK_TOKENS,
     NUM_TOKENS,
     Fleet,
+    eventual_value,
     random_prompt,
     running_fleet,
     wait_until_blocks_are_free,
@@ -78,7 +79,8 @@ def test_warm_prefix_cache_at_the_decoder(fleet: Fleet, shape: tuple[str, int], 
     if shape[0] == HYBRID:
         before = fleet.remote_tokens()
         fleet.check_exact(prompt)
-        assert 0 < fleet.remote_tokens() - before <= num_tokens
+        assert eventual_value(lambda: fleet.remote_tokens() > before, True)
+        assert fleet.remote_tokens() - before <= num_tokens
     else:
         with fleet.remote_tokens_grow_by(num_tokens - had):
             fleet.check_exact(prompt)
@@ -100,21 +102,25 @@ def test_sixteen_requests_at_once(fleet: Fleet) -> None:
 
 
 def test_streaming(fleet: Fleet) -> None:
-    num_tokens = 4 * NUM_TOKENS  # vLLM joins what its server has not yet sent: few tokens may come as one piece
+    """vLLM joins what its server has not yet sent, on a busy machine maybe all of it: so it has several tries."""
+    num_tokens = 4 * NUM_TOKENS
     prompt = random_prompt(2 * fleet.block_size + 7, "stream")
     wanted = completion(fleet.single.base_url, prompt, num_tokens, cache_salt="alone").text
-    ticket = prefill(fleet.prefill.base_url, prompt).kv_transfer_params
-    pieces = list(completion_stream(fleet.decode.base_url, prompt, num_tokens, kv_transfer_params=ticket))
-    assert "".join(piece.text for piece in pieces) == wanted
-    assert len(pieces) > 1
+
+    def num_pieces() -> int:
+        ticket = prefill(fleet.prefill.base_url, prompt).kv_transfer_params
+        pieces = list(completion_stream(fleet.decode.base_url, prompt, num_tokens, kv_transfer_params=ticket))
+        assert "".join(piece.text for piece in pieces) == wanted
+        return len(pieces)
+
+    assert any(num_pieces() > 1 for _ in range(10))
 
 
 def test_same_host_peers_read_the_cache_directly(fleet: Fleet) -> None:
     before = fleet.transfer_bytes()
     fleet.check_exact(random_prompt(fleet.block_size, "direct"))
-    after = fleet.transfer_bytes()
-    assert after["shm"] > before.get("shm", 0)
-    assert set(after) == {"shm"}
+    assert eventual_value(lambda: fleet.transfer_bytes().get("shm", 0) > before.get("shm", 0), True)
+    assert set(fleet.transfer_bytes()) == {"shm"}
 
 
 def test_every_block_comes_back(fleet: Fleet) -> None:

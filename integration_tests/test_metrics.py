@@ -57,7 +57,7 @@ class Pair:
         at = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": self.port}
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(self.d, prompt, {**ours, **at})
-            assert eventual_value(lambda: "await link" in self.events_of(name), True, 20.0)
+            assert eventual_value(lambda: "await link" in self.events_of(name), True)
             self.p(prompt, **ours)
             asked.result()
 
@@ -111,7 +111,7 @@ class Numbers(Counter[str]):
 
 
 def _grown(server: VllmServer, before: Numbers, wanted: dict[str, int]) -> dict[str, int]:
-    """What has grown since, once it is what is wanted, or after some seconds."""
+    """What has grown since, once it is what is wanted, or after a while."""
     return eventual_value(lambda: dict(Numbers.of(server) - before), wanted)
 
 
@@ -203,6 +203,7 @@ def test_gauges(pair: Pair) -> None:
     held = {"links": 1.0, "active_leases": 1.0}
     assert eventual_value(lambda: gauges(pair.prefill), held) == held
     pair.d(random_prompt(BLOCK, "another prompt"), ticket)  # refused, which lets P go
+    assert eventual_value(lambda: gauges(pair.prefill), wanted) == wanted
 
 
 def _computed(mode: str, outcome: str, reason: str, num_tokens: int, num_cached: int = 0) -> dict[str, int]:
@@ -235,13 +236,14 @@ def test_reasons_for_computing_here(pair: Pair) -> None:
 
 def test_several_answers_have_a_line_each(pair: Pair) -> None:
     prompt = random_prompt(PROMPT, "metrics several")
-    before, num_lines = Numbers.of(pair.decode), len(pair.lines())
+    before, num_lines, p_before = Numbers.of(pair.decode), len(pair.lines()), Numbers.of(pair.prefill)
     pair.pull(prompt, n=2, temperature=1.0, seed=5)
     wanted = Numbers(_loaded("pull")) + Numbers(_pulled(pair, PROMPT))
     wanted += Numbers(_computed("pull", "followed", "follower", PROMPT, PROMPT - BLOCK))
     assert _grown(pair.decode, before, dict(wanted)) == dict(wanted)
-    outcomes = sorted(line.split()[0] for line in pair.lines()[num_lines:])
-    assert outcomes == ["followed", "loaded"]
+    assert _grown(pair.prefill, p_before, _handed_off("pull")) == _handed_off("pull")
+    outcomes = lambda: sorted(line.split()[0] for line in pair.lines()[num_lines:])  # noqa: E731
+    assert eventual_value(outcomes, ["followed", "loaded"]) == ["followed", "loaded"]
 
 
 def test_a_load_that_fails_is_counted_by_kind_and_recomputed(pair: Pair) -> None:

@@ -17,6 +17,7 @@ from examples.vllm_pd.servers import Completion, VllmServer, completion, free_po
 from integration_tests.fleet import (
     FAILED_LOADS,
     NUM_TOKENS,
+    PATIENCE_S,
     FaultFile,
     Fleet,
     config,
@@ -30,7 +31,8 @@ from integration_tests.fleet import (
 SHAPES = [("llama", 32, 33), ("gemma3_hybrid", 32, 256)]
 HYBRID = "gemma3_hybrid"
 LONG = 1297
-PUSH_TIMEOUT_S = 20.0
+PUSH_TIMEOUT_S = 60.0
+LEASE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class PushFleet(Fleet):
     def wait_until_d_waits(self) -> None:
         """D has given its request blocks, and so has told P or is about to."""
         waits = lambda: metrics(self.decode.base_url)["vllm:kv_cache_usage_perc"] > 0  # noqa: E731
-        assert eventual_value(waits, True, 20.0)
+        assert eventual_value(waits, True)
 
 
 _numbers = itertools.count(1)
@@ -92,7 +94,7 @@ def fleet(request: pytest.FixtureRequest, models, tmp_path_factory: pytest.TempP
     faults = FaultFile(log_dir / "fault.json")
 
     def server(name: str, role: str, **extra: Any) -> VllmServer:
-        extra = faults.options | {"push_timeout_s": PUSH_TIMEOUT_S, "lease_s": 5.0} | extra
+        extra = faults.options | {"push_timeout_s": PUSH_TIMEOUT_S, "lease_s": LEASE_S} | extra
         return VllmServer(
             models(kind),
             kv_transfer_config=config(role, extra),
@@ -105,7 +107,9 @@ def fleet(request: pytest.FixtureRequest, models, tmp_path_factory: pytest.TempP
     prefill = server("prefill", "kv_producer", host="127.0.0.1", port=port)
     decode = server("decode", "kv_consumer")
     with start_all([prefill, decode]):
-        yield PushFleet(prefill, prefill, decode, block_size, port, kind, faults)
+        running = PushFleet(prefill, prefill, decode, block_size, port, kind, faults)
+        running.check_exact([1])  # from now on they have a link
+        yield running
 
 
 LENGTHS: dict[str, Callable[[int], int]] = {
@@ -143,12 +147,14 @@ def test_d_has_the_first_blocks_already(fleet: PushFleet, num_blocks: int, shift
     prompt = random_prompt(num_tokens, ("warm", num_blocks, shift))
     completion(fleet.decode.base_url, prompt[: num_blocks * block], 1, model="model")
     wanted, before = fleet.expected(prompt), fleet.remote_tokens()
+    came = lambda: fleet.remote_tokens() - before  # noqa: E731
     assert fleet.pushed(prompt, "D first") == wanted
-    came = eventual_value(lambda: fleet.remote_tokens() - before, num_tokens - num_blocks * block)
     if fleet.kind == HYBRID:
-        assert 0 < came <= num_tokens
+        assert eventual_value(lambda: came() > 0, True)
+        assert came() <= num_tokens
     else:
-        assert came == num_tokens - num_blocks * block
+        lacking = num_tokens - num_blocks * block
+        assert eventual_value(came, lacking) == lacking
 
 
 def test_pushes_and_pulls_at_once(fleet: PushFleet) -> None:
@@ -168,10 +174,10 @@ def test_pushes_and_pulls_at_once(fleet: PushFleet) -> None:
 
 def test_requests_that_go_away(fleet: PushFleet) -> None:
     """The client of either leaves in the middle, or P is never asked: all blocks come back, nothing is left."""
-    with nothing_leaks(fleet.prefill, fleet.decode, seconds=40.0):
+    with nothing_leaks(fleet.prefill, fleet.decode, seconds=LEASE_S + PATIENCE_S):
         prompt = random_prompt(LONG, "away")
         for name in (_transfer_id(), _transfer_id()):
-            with ThreadPoolExecutor(2) as pool, fleet.faults.fault(kind="throttle", bytes_per_s=2e6):
+            with ThreadPoolExecutor(2) as pool, fleet.faults.gate():
                 d = pool.submit(_leaves, fleet.ask_d, prompt, name, 2.0)
                 p = pool.submit(_leaves, fleet.ask_p, prompt, name, 1.0)
                 d.result()
@@ -190,18 +196,16 @@ def _leaves(ask: Callable[..., Completion], prompt: Sequence[int], name: str, se
 
 def test_p_is_killed_in_the_middle_of_a_slow_push(fleet: PushFleet) -> None:
     """B01: D's request fails in bounded time, and D's blocks come back. The last test: P is gone."""
-    if fleet.kind == HYBRID:
-        pytest.skip("one killed P is enough")
     prompt, name = random_prompt(LONG, "killed"), _transfer_id()
-    with ThreadPoolExecutor(2) as pool, fleet.faults.fault(kind="throttle", bytes_per_s=1e6):
+    with ThreadPoolExecutor(2) as pool, fleet.faults.gate() as gate:
         d = pool.submit(fleet.ask_d, prompt, name)
         fleet.wait_until_d_waits()
         p = pool.submit(_leaves, fleet.ask_p, prompt, name, 60.0)
-        time.sleep(1.5)  # the push takes five seconds
+        gate.wait_for()
         begun_s = time.monotonic()
         fleet.prefill.kill()
         with pytest.raises(httpx.HTTPStatusError):
             d.result()
-        assert time.monotonic() - begun_s < PUSH_TIMEOUT_S + 10
+        assert time.monotonic() - begun_s < PUSH_TIMEOUT_S
         p.result()
     wait_until_blocks_are_free(fleet.decode)

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +21,7 @@ import pytest
 
 from examples.vllm_pd.servers import Completion, ServerFailed, VllmServer, free_port, metrics, prefill, start_all
 from integration_tests.fleet import (
+    PATIENCE_S,
     REMOTE_TOKENS,
     FaultFile,
     alone,
@@ -36,13 +37,11 @@ from integration_tests.fleet import (
 
 BLOCK = 32
 LEASE_S = 4.0
-SLACK_S = 3.0
 CYCLES = int(os.environ.get("RESTART_CYCLES", "3"))
-#: 4 KiB of KV cache per token: this many take four seconds at 1 MB/s.
 LONG = 1000
-SLOW = {"kind": "throttle", "bytes_per_s": 1e6}
-#: A request whose P was killed ends by then: the link's loss is noticed, and all is computed at D.
-DEADLINE_S = 30.0
+#: A request whose P was killed ends by then: the link's loss is noticed, and all is computed at D. A load's own limit
+#: is a minute.
+DEADLINE_S = 50.0
 
 
 class Pair:
@@ -55,7 +54,9 @@ class Pair:
         self.prefill = self.server("prefill", "kv_producer")
         self.decode = self.server("decode", "kv_consumer")
 
-    def server(self, name: str, role: str, *args: str, **extra: Any) -> VllmServer:
+    def server(
+        self, name: str, role: str, *args: str, env: Mapping[str, str] | None = None, **extra: Any
+    ) -> VllmServer:
         extra = self.faults.options | {"lease_s": LEASE_S, "port": self._free_port()} | extra
         return VllmServer(
             self._model,
@@ -65,6 +66,7 @@ class Pair:
             log_dir=self._directory,
             port=self._free_port(),
             extra_args=args,
+            env=env,
         )
 
     def _free_port(self) -> int:
@@ -78,13 +80,13 @@ class Pair:
         assert handed_off(self.prefill, self.decode, prompt).token_ids == alone(self.prefill, prompt), seed
 
     @contextmanager
-    def slow_handoff(self, seed: object) -> Iterator[Future[Completion]]:
-        """D reads within; it takes seconds."""
+    def interrupted_handoff(self, seed: object) -> Iterator[Future[Completion]]:
+        """D reads within, and gets nothing."""
         prompt = random_prompt(LONG, seed)
         ticket = ticket_from(self.prefill, prompt)
-        with self.faults.fault(**SLOW), ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool, self.faults.gate() as gate:
             answer = pool.submit(ask, self.decode, prompt, kv_transfer_params=ticket)
-            assert eventual_value(lambda: metrics(self.decode.base_url)["vllm:num_requests_waiting"], 1.0) == 1.0
+            gate.wait_for()
             yield answer
 
 
@@ -108,7 +110,7 @@ def test_the_prefill_server_is_killed_and_started_on_the_same_ports(pair: Pair) 
     pid = pair.decode.pid
     with nothing_leaks(pair.decode):
         for cycle in range(CYCLES):
-            with pair.slow_handoff(cycle) as answer:
+            with pair.interrupted_handoff(cycle) as answer:
                 pair.prefill.kill()
                 assert answer.result(DEADLINE_S).token_ids == right[cycle]
             _start_again(pair.prefill)
@@ -126,10 +128,10 @@ def test_the_decode_server_is_killed_and_started_on_the_same_ports(pair: Pair) -
     pid = pair.prefill.pid
     with nothing_leaks(pair.prefill):
         for cycle in range(CYCLES):
-            with pair.slow_handoff(("d", cycle)) as answer:
+            with pair.interrupted_handoff(("d", cycle)) as answer:
                 pair.decode.kill()
                 assert isinstance(answer.exception(DEADLINE_S), httpx.HTTPError)
-            wait_until_blocks_are_free(pair.prefill, seconds=LEASE_S + SLACK_S)
+            wait_until_blocks_are_free(pair.prefill, seconds=LEASE_S + PATIENCE_S)
             _start_again(pair.decode)
             pair.hand_off(("d after", cycle))
     assert pair.prefill.pid == pid
@@ -174,23 +176,26 @@ def test_an_occupied_port_is_said_at_start(pair: Pair, tmp_path: Path) -> None:
 
 # -- SIGTERM -------------------------------------------------------------------------------------------------------
 
-SHUTDOWN_TIMEOUT_S = 20
+#: vLLM's limit for the end of a server, after which it would be killed.
+SHUTDOWN_TIMEOUT_S = 60
 
 
 def test_sigterm_lets_handoffs_end_first(pair: Pair) -> None:
     """B48: those that D reads, and one that it has not begun to; P then ends by itself, in order, in time."""
-    with pair.server("ending", "kv_producer", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S), lease_s=60.0) as ending:
+    with pair.server("ending", "kv_producer", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S), lease_s=120.0) as ending:
         prompts = [random_prompt(LONG, ("sigterm", i)) for i in range(2)]
         late = random_prompt(BLOCK + 1, "not begun")
-        wanted = [alone(ending, prompt) for prompt in [*prompts, late]]
+        wanted = [_linked(pair, ending, prompt) for prompt in [*prompts, late]]
         tickets = [ticket_from(ending, prompt) for prompt in [*prompts, late]]
         before = metrics(pair.decode.base_url)[REMOTE_TOKENS]
-        with pair.faults.fault(kind="throttle", bytes_per_s=1e6), ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(2) as pool, pair.faults.gate() as gate:
             taken = zip(prompts, tickets[:2], strict=True)
             answers = [pool.submit(ask, pair.decode, prompt, kv_transfer_params=ticket) for prompt, ticket in taken]
-            assert eventual_value(lambda: metrics(pair.decode.base_url)["vllm:num_requests_waiting"], 2.0) == 2.0
+            gate.wait_for(2)
             start = time.monotonic()
             os.kill(ending.pid, signal.SIGTERM)
+            _wait_for_log(ending, "3 hand-offs have")
+            gate.open()
             got = [answer.result(DEADLINE_S).token_ids for answer in answers]
         got.append(ask(pair.decode, late, kv_transfer_params=tickets[2]).token_ids)
         assert got == wanted
@@ -199,38 +204,52 @@ def test_sigterm_lets_handoffs_end_first(pair: Pair) -> None:
         remote = lambda: metrics(pair.decode.base_url)[REMOTE_TOKENS] - before  # noqa: E731
         assert eventual_value(remote, 2 * LONG + BLOCK + 1) == 2 * LONG + BLOCK + 1, "something was computed at D"
         assert ending.exit_status() == 0
-        assert "3 hand-offs have" in ending.log_text()
         assert "force killing" not in ending.log_text()
 
 
 def test_sigterm_does_not_wait_for_what_nobody_takes(pair: Pair) -> None:
-    """The lease is longer than vLLM's limit: it is ended before that, and so everything is closed in order."""
-    args = ("--shutdown-timeout", "8")
-    with pair.server("abandoned", "kv_producer", *args, lease_s=60.0) as ending:
+    """The lease is longer than its limit after the signal: it is ended by then, and so everything is closed in order.
+
+    connector/tests/test_drain.py has how that limit follows from vLLM's own.
+    """
+    args = ("--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S))
+    with pair.server("abandoned", "kv_producer", *args, lease_s=120.0, drain_timeout_s=2.0) as ending:
         ticket_from(ending, random_prompt(3 * BLOCK, "nobody"))
         start = time.monotonic()
         os.kill(ending.pid, signal.SIGTERM)
+        _wait_for_log(ending, "1 hand-offs have")
         assert not _asks_in_vain(ending), "a new hand-off was promised"
         _wait_for_exit(ending)
-        assert 1.0 < time.monotonic() - start < 8.0 + SLACK_S
+        assert 1.0 < time.monotonic() - start < SHUTDOWN_TIMEOUT_S
         assert "request processing complete" in ending.log_text(), "it was killed before it could close in order"
 
 
 def test_a_worker_that_is_ended_waits_for_its_readers(pair: Pair) -> None:
-    """As by Ctrl-C, which reaches it without its engine core: what it holds stays until it has been read."""
-    with pair.server("interrupted", "kv_producer", lease_s=60.0) as interrupted:
+    """As by Ctrl-C, which reaches it without its engine core: what it holds stays until it has been read.
+
+    It has four seconds, and needs some milliseconds of them.
+    """
+    env = {"VLLM_LOGGING_LEVEL": "DEBUG"}
+    with pair.server("interrupted", "kv_producer", env=env, lease_s=120.0) as interrupted:
         prompt = random_prompt(LONG, "interrupted")
-        wanted, ticket = alone(interrupted, prompt), ticket_from(interrupted, prompt)
+        wanted, ticket = _linked(pair, interrupted, prompt), ticket_from(interrupted, prompt)
         before = metrics(pair.decode.base_url)[REMOTE_TOKENS]
-        # 1.4 s, of which vLLM gives a worker five.
-        with pair.faults.fault(kind="throttle", bytes_per_s=3e6), ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool, pair.faults.gate() as gate:
             answer = pool.submit(ask, pair.decode, prompt, kv_transfer_params=ticket)
-            assert eventual_value(lambda: metrics(pair.decode.base_url)["vllm:num_requests_waiting"], 1.0) == 1.0
+            gate.wait_for()
             os.kill(_worker_pid(interrupted), signal.SIGINT)
+            _wait_for_log(interrupted, "WorkerProc handling signal")
+            gate.open()
             assert answer.result(DEADLINE_S).token_ids == wanted
         remote = lambda: metrics(pair.decode.base_url)[REMOTE_TOKENS] - before  # noqa: E731
         assert eventual_value(remote, LONG) == LONG, "it was computed at D"
         _wait_for_exit(interrupted)
+
+
+def _linked(pair: Pair, server: VllmServer, prompt: Sequence[int]) -> list[int]:
+    """What the server makes of it; and D has a link to it from then on."""
+    handed_off(server, pair.decode, random_prompt(1, server.name), 1)
+    return alone(server, prompt)
 
 
 def _worker_pid(server: VllmServer) -> int:
@@ -243,11 +262,11 @@ def test_negative_control_sigterm_without_a_time_to_drain(pair: Pair) -> None:
     with pair.server("cut", "kv_producer") as ending:
         assert "--shutdown-timeout SECONDS" in ending.log_text()
         prompt = random_prompt(LONG, "cut")
-        wanted, ticket = alone(ending, prompt), ticket_from(ending, prompt)
+        wanted, ticket = _linked(pair, ending, prompt), ticket_from(ending, prompt)
         before = metrics(pair.decode.base_url)[REMOTE_TOKENS]
-        with pair.faults.fault(**SLOW), ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool, pair.faults.gate() as gate:
             answer = pool.submit(ask, pair.decode, prompt, kv_transfer_params=ticket)
-            assert eventual_value(lambda: metrics(pair.decode.base_url)["vllm:num_requests_waiting"], 1.0) == 1.0
+            gate.wait_for()
             os.kill(ending.pid, signal.SIGTERM)
             assert answer.result(DEADLINE_S).token_ids == wanted
         assert metrics(pair.decode.base_url)[REMOTE_TOKENS] == before
@@ -260,5 +279,9 @@ def _asks_in_vain(server: VllmServer) -> dict[str, Any] | None:
         return None
 
 
-def _wait_for_exit(server: VllmServer, seconds: float = 30.0) -> None:
-    assert eventual_value(lambda: server.running, False, seconds) is False, "it did not end"
+def _wait_for_log(server: VllmServer, text: str) -> None:
+    assert eventual_value(lambda: text in server.log_text(), True), f"{server.name} has not said: {text}"
+
+
+def _wait_for_exit(server: VllmServer) -> None:
+    assert eventual_value(lambda: server.running, False, 2 * PATIENCE_S) is False, "it did not end"

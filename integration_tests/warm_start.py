@@ -27,7 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -50,7 +50,7 @@ MODULES = (
     "vllm_datadist.connector",
     "datadist_core.backends.shm",
     "datadist_core.backends.tcp",
-    "datadist_core.testing.faults",
+    "integration_tests.gate",
 )
 #: Where the `main` of a module is, if not in itself.
 MAINS = {"vllm.entrypoints.openai.api_server": "vllm.entrypoints.launchers.api_server.entry"}
@@ -76,6 +76,8 @@ def main(descriptor: int) -> None:
         asked = json.loads(request)
         if "command" in asked:
             answer = {"pid": _fork(lambda asked=asked: _supervise(asked, link))}
+            # In a long run ids come again: it must not look ended because an earlier child of that id has.
+            ended.pop(answer["pid"], None)
         else:
             _collect(ended)
             answer = {"status": ended.get(asked["pid"])}
@@ -238,9 +240,10 @@ class WarmSupervisor:
         self._signal(9)
 
     def _signal(self, number: int) -> None:
-        # Not collected before `poll` has seen its end: the id is still its own.
-        if self._status is None:
-            os.kill(self.pid, number)
+        # It may have been collected when somebody asked for another one: then the id may be a stranger's.
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 @contextmanager
@@ -250,6 +253,7 @@ def warm_servers() -> Iterator[WarmProcess | None]:
     from examples.vllm_pd.servers import VllmServer
 
     if os.environ.get("COLD_START"):
+        os.environ["PYTHONPATH"] = str(ROOT)  # for `integration_tests.gate`
         yield None
         return
     warm = WarmProcess()

@@ -10,11 +10,12 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from connector.tests.patience import LINK_S, WORK_S
 from datadist_core.testing.lossy_network import in_namespace
 from datadist_core.testing.remote import RemoteObject
 from vllm_datadist.description import PROTOCOL_VERSION, Description
@@ -28,7 +29,7 @@ from vllm_datadist.worker.side import WorkerPlace, WorkerSide
 NUM_BLOCKS, HEADS, TOKENS, CONTENT = 32, 2, 16, 64
 LAYERS = ("layers.0", "layers.1")
 GROUP = GroupInfo(0, TOKENS, None, LAYERS)
-ANSWER_TIMEOUT_S = 90.0
+ANSWER_TIMEOUT_S = 3 * WORK_S
 #: Threads that come with work, or come and go with it, up to a limit.
 _BOUNDED = (
     "datadist-accept",
@@ -69,13 +70,15 @@ class WorkerHoldings:
 class CaseWorker:
     """Lives in the process. Block i of a layer is filled with i, the layer's number and the worker's seed."""
 
-    def __init__(self, host: str, port: int, seed: int, load_timeout_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, seed: int, load_timeout_s: float = WORK_S, link_timeout_s: float = LINK_S
+    ) -> None:
         logging.getLogger("datadist_core").setLevel(logging.CRITICAL)  # everything here goes wrong on purpose
         size = len(LAYERS) * NUM_BLOCKS * HEADS * TOKENS * CONTENT * 4
         self._log = logging.getLogger("vllm_datadist.case")
         self._log.setLevel(logging.CRITICAL)
         node = DataDistNode(host, port, "tcp", size)
-        self._side = WorkerSide(node, WorkerPlace(0, 0, 1, 1), LoadLimits(load_timeout_s, 5.0, 2), self._log)
+        self._side = WorkerSide(node, WorkerPlace(0, 0, 1, 1), LoadLimits(load_timeout_s, link_timeout_s, 2), self._log)
         with self._side.place_kv_cache(size):
             raw = torch.zeros(size, dtype=torch.int8, device="cpu")
         views = raw.view(torch.float32).view(len(LAYERS), NUM_BLOCKS, HEADS, TOKENS, CONTENT)
@@ -128,6 +131,12 @@ class CaseWorker:
             threading.Event().wait(0.002)
         raise TimeoutError("the load was never reported")
 
+    def limit_loads(self, load_timeout_s: float) -> None:
+        """Those that begin from now on."""
+        runner = self._side._runner
+        assert runner is not None
+        runner._limits = replace(runner._limits, load_timeout_s=load_timeout_s)
+
     def close(self) -> None:
         """Idempotent."""
         self._side.close()
@@ -153,9 +162,9 @@ class CaseWorker:
         )
 
 
-def worker_in(namespace: str, host: str, port: int = 0, seed: int = 1, load_timeout_s: float = 20.0) -> RemoteObject:
+def worker_in(namespace: str, host: str, port: int = 0, seed: int = 1, link_timeout_s: float = LINK_S) -> RemoteObject:
     """A `CaseWorker` in that namespace. The caller kills it."""
-    arguments: tuple[Any, ...] = (namespace, CaseWorker, (host, port, seed, load_timeout_s))
+    arguments: tuple[Any, ...] = (namespace, CaseWorker, (host, port, seed, WORK_S, link_timeout_s))
     return RemoteObject(in_namespace, arguments, ANSWER_TIMEOUT_S)
 
 

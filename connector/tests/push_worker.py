@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from connector.tests.patience import LINK_S, WORK_S
 from datadist_core.testing.parallel import eventually
 from datadist_core.testing.remote import RemoteObject
 from vllm_datadist.description import PROTOCOL_VERSION, Description
@@ -41,7 +42,7 @@ from vllm_datadist.worker.side import WorkerPlace, WorkerSide
 NUM_BLOCKS, HEADS, TOKENS, CONTENT = 32, 2, 4, 8
 LAYERS = ("layers.0", "layers.1", "layers.2")
 P_KEY, D_KEY = RequestKey("p-1", 1), RequestKey("d-1", 1)
-LEASE_S = 30.0
+LEASE_S = 2 * WORK_S
 #: Of 33 tokens.
 SOURCE_TABLE, TARGET_TABLE = (3, 9, 1, 12, 7, 20, 21, 22, 23), (8, 2, 14, 4, 5, 6, 10, 11, 13)
 
@@ -82,14 +83,19 @@ class PushWorker:
     """`content`: elements of one head of one token; the more, the longer a transfer takes."""
 
     def __init__(
-        self, backend: str, push_timeout_s: float = 20.0, shape: Shape = Shape(), content: int = CONTENT
+        self,
+        backend: str,
+        push_timeout_s: float = WORK_S,
+        shape: Shape = Shape(),
+        content: int = CONTENT,
+        link_timeout_s: float = LINK_S,
     ) -> None:
         self.shape = shape
         size = len(LAYERS) * NUM_BLOCKS * shape.num_heads * TOKENS * content * 4
         log = logging.getLogger("vllm_datadist.push_worker")
         log.setLevel(logging.CRITICAL)  # things go wrong here on purpose
         node = DataDistNode("127.0.0.1", 0, backend, size)
-        limits = LoadLimits(load_timeout_s=20.0, link_timeout_s=3.0, num_threads=2)
+        limits = LoadLimits(load_timeout_s=WORK_S, link_timeout_s=link_timeout_s, num_threads=2)
         place = WorkerPlace(0, shape.tp_rank, shape.tp_size, shape.tp_size)
         self.side = WorkerSide(node, place, limits, log, PushLimits(push_timeout_s, 2))
         with self.side.place_kv_cache(size):
@@ -152,6 +158,22 @@ class PushWorker:
     def num_offers(self) -> int:
         return int(self.pushes.num_open())
 
+    def age_leases(self, end_s: float) -> threading.Event:
+        """From now on time passes for leases before each sweep, and only then, half a second. The event: the end."""
+        leases, now_s, passed = self.side.leases.unlocked, [0.0], threading.Event()
+        leases._clock = lambda: now_s[0]
+        renew = leases.renew
+
+        def after_a_while(keys: Sequence[RequestKey]) -> object:
+            now_s[0] = min(end_s, now_s[0] + 0.5)
+            states = renew(keys)
+            if now_s[0] >= end_s:
+                passed.set()
+            return states
+
+        leases.renew = after_a_while  # type: ignore[method-assign]
+        return passed
+
     # --- D's engine ---
 
     def holds(
@@ -162,6 +184,17 @@ class PushWorker:
             for name in layers
             for token in range(first, end)
         )
+
+    def run_out(self, grace_s: float = WORK_S) -> None:
+        """The time of what D has offered is over; without P's word it is reported as failed after `grace_s` more."""
+        with self.offers.lock:
+            runs, now_s = dict(self.offers._runs), time.monotonic()
+            for machine in runs:
+                machine.deadline_s = now_s
+            for group in self.offers._table._groups.values():
+                group.gives_up_s = now_s + grace_s
+        for run in runs.values():
+            run.wake()
 
     def is_untouched(self, blocks: Sequence[int]) -> bool:
         return not any(bool(tensor[list(blocks)].any()) for tensor in self.tensors.values())
@@ -183,7 +216,7 @@ class PushWorker:
         reported.notes = reported.notes.aggregate(results.notes)
         return reported
 
-    def until(self, done: Callable[[Reported], bool], seconds: float = 20.0) -> Reported:
+    def until(self, done: Callable[[Reported], bool], seconds: float = 2 * WORK_S) -> Reported:
         """Poll as the engine does; fails when it takes too long."""
         until_s = time.monotonic() + seconds
         while not done(self.poll()):
@@ -192,13 +225,13 @@ class PushWorker:
             threading.Event().wait(0.002)
         return self.reported
 
-    def received(self, seconds: float = 20.0) -> Reported:
+    def received(self, seconds: float = 2 * WORK_S) -> Reported:
         return self.until(lambda reported: bool(reported.received), seconds)
 
-    def settled(self, seconds: float = 20.0) -> Reported:
+    def settled(self, seconds: float = 2 * WORK_S) -> Reported:
         return self.until(lambda reported: reported.notes.settled == reported.notes.unsettled, seconds)
 
-    def sent(self, seconds: float = 20.0) -> Reported:
+    def sent(self, seconds: float = 2 * WORK_S) -> Reported:
         return self.until(lambda reported: bool(reported.sent), seconds)
 
 
@@ -206,7 +239,7 @@ class RemotePushWorker:
     """A `PushWorker` in a process of its own. It must be killed or closed."""
 
     def __init__(self, *arguments: Any) -> None:
-        self._remote = RemoteObject(PushWorker, arguments, 90.0)
+        self._remote = RemoteObject(PushWorker, arguments, 3 * WORK_S)
         self.pid = self._remote.pid
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

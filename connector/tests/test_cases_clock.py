@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from pathlib import Path
 
@@ -24,10 +23,8 @@ def main_under_a_jumping_clock() -> None:
     table, begun_s = LeaseTable(), time.monotonic()
     table.open(LONG, 60.0)
     table.open(SHORT, 1.0)
-    while time.monotonic() - begun_s < 0.7:
-        assert table.take_finished() == [], "ended before its time"
-        threading.Event().wait(0.05)
-    assert eventually(lambda: table.take_finished() == [SHORT], 20.0), "not ended when its time was over"
+    assert eventually(lambda: table.take_finished() == [SHORT]), "not ended when its time was over"
+    assert time.monotonic() - begun_s >= 1.0, "ended before its time"
     assert table.num_active == 1
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from connector.tests.case_worker import CaseWorker
+from connector.tests.patience import WORK_S
 from connector.tests.test_scheduler import Output, Request, _arrived, _blocks, _loading, _side
 from datadist_core.testing.leaks import nothing_left_behind
 from datadist_core.testing.parallel import eventually
@@ -66,9 +67,9 @@ def test_b07_ends_are_reported_to_vllm_exactly_once_in_any_mix(received: tuple[s
 def pair() -> Iterator[tuple[CaseWorker, CaseWorker]]:
     """P and D in this process, over tcp. Nothing of them is left afterwards."""
     logging.disable()
-    CaseWorker("127.0.0.1", 0, 1, 20.0).close()  # what a process starts once is there from now on
+    CaseWorker("127.0.0.1", 0, 1).close()  # what a process starts once is there from now on
     with nothing_left_behind():
-        p, d = CaseWorker("127.0.0.1", 0, 1, 20.0), CaseWorker("127.0.0.1", 0, 2, 20.0)
+        p, d = CaseWorker("127.0.0.1", 0, 1), CaseWorker("127.0.0.1", 0, 2)
         try:
             yield p, d
         finally:
@@ -92,7 +93,7 @@ def test_b09_the_end_of_an_old_attempt_is_not_the_end_of_the_new_one(pair: tuple
     def slow_for_the_first(peer: Any, endpoint: Any, job: LoadJob, deadline: Any) -> Any:
         if job.key.attempt == 1:
             reading.set()
-            assert gate.wait(20)
+            assert gate.wait(WORK_S)
         return pull(peer, endpoint, job, deadline)
 
     def ended(attempt: int) -> bool:
@@ -100,18 +101,18 @@ def test_b09_the_end_of_an_old_attempt_is_not_the_end_of_the_new_one(pair: tuple
         return any(result.key.attempt == attempt for result in results)
 
     side._runner._puller.pull = slow_for_the_first  # type: ignore[method-assign]
-    side.start(StepWork(loads=[_job(p.hold(30.0), 1, [3, 4], [5, 6])]))
-    assert reading.wait(20)
+    side.start(StepWork(loads=[_job(p.hold(2 * WORK_S), 1, [3, 4], [5, 6])]))
+    assert reading.wait(WORK_S)
     side.start(StepWork(ended=[RequestKey("d", 1), UNKNOWN]))
-    side.start(StepWork(loads=[_job(p.hold(30.0), 2, [8, 9], [10, 11])]))
-    assert eventually(lambda: ended(2), 20)
+    side.start(StepWork(loads=[_job(p.hold(2 * WORK_S), 2, [8, 9], [10, 11])]))
+    assert eventually(lambda: ended(2))
     assert [result.key.attempt for result in results] == [2]
     assert results[0].error is None
     assert d._is_from(1, [8, 9], [10, 11])
     assert p._side.leases.num_active == 1, "attempt 1 has not let go of its lease"
     gate.set()
-    assert eventually(lambda: ended(1), 20)
-    assert eventually(lambda: p._side.leases.num_active == 0, 20)
+    assert eventually(lambda: ended(1))
+    assert eventually(lambda: p._side.leases.num_active == 0)
     assert d._is_from(1, [8, 9], [10, 11])
     assert sorted(_attempts(results)) == [1, 2], "each is reported once"
     assert side.take_results().loads == ()
@@ -127,5 +128,5 @@ def test_b07_the_worker_is_told_of_requests_that_it_does_not_know(pair: tuple[Ca
         end._side.start(StepWork(ended=[UNKNOWN, UNKNOWN]))
         results = end._side.take_results()
         assert (results.sent, results.received, results.failed) == (set(), set(), set())
-    assert d.load(p.hold(30.0), 1, [1, 2], [3, 4], 20.0).error == ""
-    assert p.freed(10.0)
+    assert d.load(p.hold(2 * WORK_S), 1, [1, 2], [3, 4], WORK_S).error == ""
+    assert p.freed(WORK_S)

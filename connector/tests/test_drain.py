@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -54,11 +55,28 @@ def test_the_signal_is_seen_once_and_passed_on() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def test_engines_of_one_process_share_a_handler_and_are_not_kept() -> None:
+    passed_on: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: passed_on.append(number))
+    try:
+        notices = [DrainNotice(10.0) for _ in range(3)]
+        for notice in notices:
+            notice.listen()
+        gone = weakref.ref(notices.pop())
+        del notice
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert passed_on == [signal.SIGTERM]
+        assert all(notice.take_limit_s() is not None for notice in notices)
+        assert gone() is None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_outside_of_the_main_thread_nothing_is_changed() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=DrainNotice(1.0).listen)
     thread.start()
-    thread.join(5)
+    thread.join(30)
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
@@ -67,7 +85,7 @@ def test_a_signal_that_nobody_handles_still_ends_the_process() -> None:
         "import os, signal; from vllm_datadist.drain import DrainNotice; DrainNotice(1.0).listen();"
         "os.kill(os.getpid(), signal.SIGTERM)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == -signal.SIGTERM
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -signal.SIGTERM
 
 
 def test_work_that_only_tells_of_the_end_is_not_empty() -> None:
@@ -94,11 +112,11 @@ def test_no_lease_outlives_the_drain() -> None:
 def test_a_worker_waits_until_the_last_release() -> None:
     """B48."""
     leases = LeaseTable(arrival_wait_s=0.0)
-    leases.open(KEY, 30.0)
+    leases.open(KEY, 300.0)
     assert leases.wait_until_none(0.01) == 1
     waited: list[int] = []
-    thread = threading.Thread(target=lambda: waited.append(leases.wait_until_none(20.0)))
+    thread = threading.Thread(target=lambda: waited.append(leases.wait_until_none(60.0)))
     thread.start()
     leases.release([KEY], READER)
-    thread.join(10)
+    thread.join(30)
     assert waited == [0]

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from connector.tests.patience import LINK_S
 from datadist_core import errors
 from datadist_core.testing.parallel import eventually
 from vllm_datadist.counts import Awaited, Failure, Mode
@@ -131,7 +132,7 @@ def test_links_that_are_up_are_counted_at_both_ends() -> None:
     try:
         assert (p.num_links, d.num_links) == (0, 0)
         at_p = Endpoint(0, 0, p.host, p.port, p.cluster_id)
-        d.link(at_p, 20.0)
+        d.link(at_p, LINK_S)
         assert eventually(lambda: (p.num_links, d.num_links) == (1, 1))
         d.unlink(at_p)
         assert eventually(lambda: (p.num_links, d.num_links) == (0, 0))

@@ -214,7 +214,7 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from _paths(one, (*path, key))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * settings.default.max_examples, deadline=None)
 @given(path=st.sampled_from(list(_paths(WHOLE))), value=JSON, has_ticket=st.booleans())
 def test_any_json_in_any_field_is_refused_or_fits_and_nothing_else(
     path: tuple[Any, ...], value: Any, has_ticket: bool

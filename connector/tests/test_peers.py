@@ -292,10 +292,10 @@ def test_calls_to_a_peer_that_does_not_fit_take_turns(core: StandInCore, peers: 
     with peers.linked(P, _soon()):
         thread = threading.Thread(target=second, daemon=True)
         thread.start()
-        assert has_begun.wait(10)
+        assert has_begun.wait(30)
         with pytest.raises(TimedOut, match="one by one"), peers.linked(P, Deadline.after(0.05)):
             pass
-    thread.join(10)
+    thread.join(30)
     assert num_unlinked == [1]
 
 
@@ -309,5 +309,5 @@ def test_an_attempt_that_cannot_even_begin_reaches_those_who_wait(
         patch.setattr(threading.Thread, "start", no_more)
         first = peers.prepare(P)
     with pytest.raises(LinkFailed, match=r"10\.0\.0\.1:5000 .*can't start new thread"):
-        first.result(1)
+        first.result(30)
     assert peers.ready(P, _soon()).endpoint == P

@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from connector.tests.patience import WORK_S
 from connector.tests.push_worker import (
+    CONTENT,
     D_KEY,
     LAYERS,
     P_KEY,
@@ -27,6 +29,7 @@ from connector.tests.push_worker import (
     workers_started,
 )
 from datadist_core.testing.parallel import eventually
+from vllm_datadist.handoff import pushes
 from vllm_datadist.messages import (
     AnnounceJob,
     PushEnd,
@@ -112,8 +115,8 @@ def _without(pairs: BlockPairs, number: int) -> BlockPairs:
 @pytest.mark.parametrize("size", [5, 33])
 def test_engines_of_different_shapes(workers: Start, p_shape: Shape, d_shape: Shape, size: int) -> None:
     """Each worker of D has its heads from those of P that hold them; one that sends to two is free when both are."""
-    ps = [workers("auto", 20.0, replace(p_shape, tp_rank=rank)) for rank in range(p_shape.tp_size)]
-    ds = [workers("auto", 20.0, replace(d_shape, tp_rank=rank)) for rank in range(d_shape.tp_size)]
+    ps = [workers("auto", WORK_S, replace(p_shape, tp_rank=rank)) for rank in range(p_shape.tp_size)]
+    ds = [workers("auto", WORK_S, replace(d_shape, tp_rank=rank)) for rank in range(d_shape.tp_size)]
     all_of_p = StepWork(workers=tuple(p.endpoint() for p in ps))
     for p in ps:
         p.side.start(all_of_p)
@@ -278,7 +281,8 @@ def test_another_prompt_is_refused_with_both_values(workers: Start) -> None:
     assert "prompt digest is bbb at D and aaa at P" in reported.errors[0]
 
 
-def test_a_second_d_with_the_same_transfer_is_refused(workers: Start) -> None:
+def test_a_second_d_with_the_same_transfer_is_refused(workers: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pushes, "COME_AGAIN_S", 0.3)
     p, d, second = workers(), workers(), workers()
     d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
     offer_is_there(p)
@@ -287,16 +291,18 @@ def test_a_second_d_with_the_same_transfer_is_refused(workers: Start) -> None:
 
 
 def test_a_push_that_p_never_begins_ends_by_its_deadline(workers: Start) -> None:
-    p, d = workers(), workers("auto", 0.5)
+    p, d = workers(), workers("auto", 77.5)
     d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
+    offer_is_there(p)
+    d.run_out()
     reported = d.received()
     assert reported.failed == {"d-1"}
-    assert "0.5 s" in reported.errors[0]
+    assert "77.5 s" in reported.errors[0]
     assert eventually(lambda: p.num_offers() == 0)
 
 
 def test_nobody_there_fails_within_the_link_timeout(workers: Start) -> None:
-    d = workers()
+    d = workers("auto", WORK_S, Shape(), CONTENT, 1.0)
     job = replace(offered(d.endpoint(), 0, NUM_TOKENS).offers[0], source=PushSource("t", "127.0.0.1", 1))
     d.tell(StepWork(offers=[job]))
     assert "127.0.0.1:1" in d.received().errors[0]
@@ -311,12 +317,14 @@ def test_an_announced_offer_keeps_the_lease_alive(workers: Start, is_announced: 
         d.tell(StepWork(announcements=[AnnounceJob(D_KEY, source(p.endpoint()))]))
         assert eventually(lambda: p.pushes.num_announced() == 1)
     p.step(0, NUM_TOKENS)
+    passed = p.age_leases(3.0)
     p.tell(held(lease_s=0.6))
-    threading.Event().wait(1.5)  # d's request queues
-    d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
     if not is_announced:
         p.sent()  # nobody has come in time
         return
+    assert passed.wait(WORK_S)  # d's request queues
+    assert not p.poll().sent
+    d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
     assert not d.received().failed
     p.sent()
 

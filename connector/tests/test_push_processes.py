@@ -22,11 +22,18 @@ from connector.tests.push_worker import (
 from datadist_core.errors import LLMException
 from datadist_core.testing.parallel import eventually
 from vllm_datadist.messages import RequestKey
+from vllm_datadist.worker import offers
 
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 33
 StartRemote = Callable[..., RemotePushWorker]
+
+
+@pytest.fixture(autouse=True)
+def _calls_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A P that is stopped does not answer D."""
+    monkeypatch.setattr(offers, "CALL_TIMEOUT_S", 5.0)
 
 
 @pytest.fixture
@@ -105,32 +112,34 @@ def test_p_is_stopped_with_our_memory_mapped(
 
     The second run is the negative control: with a fence that says yes too early they would be.
     """
-    p, d = remotes("shm"), here("shm", 1.0)
+    p, d = remotes("shm"), here("shm")
     if is_fenced is not None:
         d.side._node.is_fenced = lambda cluster_id, timeout_s: is_fenced
     _begin(p, d)
     p.stop()
-    reported = d.received(60)
+    d.run_out(0.5)
+    reported = d.received()
     assert reported.failed == {"d-1"}
     threading.Event().wait(3.0)
     is_settled = d.poll().notes.settled == reported.notes.unsettled
     if is_fenced:
-        assert is_settled or eventually(lambda: d.poll().notes.settled == reported.notes.unsettled, 30)
+        assert is_settled or eventually(lambda: d.poll().notes.settled == reported.notes.unsettled)
         return
     assert not is_settled, "P may still write: it is only stopped"
     p.kill()
-    d.settled(30)
+    d.settled()
 
 
 def test_a_stopped_p_that_goes_on_does_not_write_into_blocks_that_were_given_back(
     remotes: StartRemote, here: Callable[..., PushWorker]
 ) -> None:
-    p, d = remotes("shm"), here("shm", 1.0)
+    p, d = remotes("shm"), here("shm")
     _begin(p, d)
     p.stop()
-    d.received(60)
+    d.run_out(0.5)
+    d.received()
     p.go_on()
-    d.settled(30)
+    d.settled()
     d.scribble(TARGET_TABLE)
     p.step(20, NUM_TOKENS)
     p.tell(held(P_KEY, 0.3))

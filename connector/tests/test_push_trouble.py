@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from connector.tests.patience import WORK_S
 from connector.tests.push_worker import (
     TARGET_TABLE,
     PushWorker,
@@ -52,7 +53,7 @@ def test_one_d_that_does_not_answer_holds_up_no_other(workers: Start, monkeypatc
 
     def never_answered(cluster_id: int, name: str, body: bytes, timeout_s: float) -> bytes:
         if cluster_id == silent_id:
-            is_over.wait(60)
+            is_over.wait(4 * WORK_S)
         return bytes(call(cluster_id, name, body, timeout_s))
 
     monkeypatch.setattr(p.pushes._links, "call", never_answered)
@@ -66,24 +67,28 @@ def test_one_d_that_does_not_answer_holds_up_no_other(workers: Start, monkeypatc
         assert eventually(lambda: p.num_offers() == len(names))
         for number, name in enumerate(names):
             p.tell(chunk(0, NUM_TOKENS, key=RequestKey(f"p-{name}", number)))
+        passed = p.age_leases(3.0)
+        p.tell(held(RequestKey("p-t0", 0), lease_s=0.6))
         p.tell(opened(NUM_TOKENS))
         p.step(0, NUM_TOKENS)
-        p.tell(held(lease_s=1.0))
+        p.tell(held())
         d.tell(offered(p.endpoint(), 0, NUM_TOKENS))
-        assert not d.received(10).failed
+        assert not d.received().failed
         assert d.holds(0, NUM_TOKENS)
-        assert p.pushes._is_sweeping
+        assert passed.wait(WORK_S)
+        assert p.sent().sent == {"p-1"}, "the silent one's offer holds the lease of t0"
     finally:
         is_over.set()
 
 
 def test_a_sweep_that_fails_is_not_the_last(workers: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, d, sweep, fails = workers(), workers("auto", 0.5), PushTable.sweep, [True]
+    """The next one comes when the offer's time is over."""
+    p, d, sweep, fails = workers(), workers(), PushTable.sweep, [True]
 
     def once_at_fault(self: PushTable, now_s: float) -> None:
         if fails and fails.pop():
             raise RuntimeError("a fault of ours")
-        sweep(self, now_s)
+        sweep(self, now_s + WORK_S)
 
     monkeypatch.setattr(PushTable, "sweep", once_at_fault)
     d.tell(offered(p.endpoint(), 0, NUM_TOKENS))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from connector.tests.patience import LINK_S
 from datadist_core.errors import LinkFailed, ParamInvalid
 from vllm_datadist.config import ConfigError, ConnectorConfig
 from vllm_datadist.messages import Endpoint
@@ -45,11 +46,11 @@ def test_workers_with_one_secret_link_and_others_are_told_what_to_set() -> None:
         node({}) as bare,
         node({"secret_env": "TEST_OTHER_SECRET"}) as other,
     ):
-        assert decode.link(endpoint(prompt), 10.0) == "over shm"
+        assert decode.link(endpoint(prompt), LINK_S) == "over shm"
         with pytest.raises(LinkFailed, match=r'requires a shared secret.*"security" in kv_connector_extra_config'):
-            bare.link(endpoint(prompt), 10.0)
+            bare.link(endpoint(prompt), LINK_S)
         with pytest.raises(LinkFailed, match="secrets of the two ends differ"):
-            other.link(endpoint(prompt), 10.0)
+            other.link(endpoint(prompt), LINK_S)
 
 
 def test_a_secret_in_the_configuration_itself_is_refused_and_not_repeated() -> None:

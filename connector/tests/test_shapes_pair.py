@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from connector.tests.patience import LINK_S, WORK_S
 from connector.tests.shaped_engine import Layers, Rank, Shape, check, engine
 from datadist_core.testing.parallel import eventually
 from datadist_core.types import Deadline
@@ -23,8 +24,8 @@ from vllm_datadist.worker.loads import LoadLimits
 from vllm_datadist.worker.node import DataDistNode
 from vllm_datadist.worker.side import StepResults, WorkerPlace, WorkerSide
 
-END, LEASE_S = 141, 30.0
-LIMITS = LoadLimits(load_timeout_s=20.0, link_timeout_s=5.0, num_threads=2)
+END, LEASE_S = 141, 2 * WORK_S
+LIMITS = LoadLimits(load_timeout_s=WORK_S, link_timeout_s=LINK_S, num_threads=2)
 log = logging.getLogger("test")
 
 
@@ -102,7 +103,7 @@ def _hand_off(p: Engine, d: Engine, first: int = 0, end: int = END, attempt: int
 
 
 def _results(worker: Worker, done: Callable[[StepResults], bool]) -> StepResults:
-    until_s = time.monotonic() + 30
+    until_s = time.monotonic() + 2 * WORK_S
     while time.monotonic() < until_s:
         results = worker.side.take_results()
         if done(results):
@@ -246,8 +247,8 @@ def test_b32_each_ticket_is_checked_by_what_it_says_of_a_worker_that_is_linked_a
     """Ours and another hand-off may have called the same worker of P by other ranks."""
     p, d = start(Shape(2), 1, "shm"), start(Shape(2), 2, "shm")
     first, second = p.lease().workers
-    d.workers[0].side._peers.ready(second, Deadline.after(10))
-    d.workers[1].side._peers.ready(replace(second, tp_rank=0), Deadline.after(10))
+    d.workers[0].side._peers.ready(second, Deadline.after(LINK_S))
+    d.workers[1].side._peers.ready(replace(second, tp_rank=0), Deadline.after(LINK_S))
     assert not any(results.failed for results in _hand_off(p, d)), "linked under a wrong name; this ticket is right"
     swapped = replace(p.lease(2), workers=(replace(first, tp_rank=1), replace(second, tp_rank=0)))
     p.start(StepWork(leases=[LeaseOpen(swapped.key, LEASE_S)]))

@@ -13,8 +13,8 @@ from connector.tests.simulation.coverage import all_rows, counting
 from datadist_core.errors import Cancelled, LLMException, PeerLost, RemoteError, TimedOut
 from vllm_datadist.handoff.lease import Leases
 from vllm_datadist.handoff.offer import OFFER_TABLE, OfferEffect, OfferEvent, OfferMachine, OfferPhase, PushFailed
-from vllm_datadist.handoff.push import PUSH_TABLE, PushEffect, PushEvent, PushMachine, PushPhase
-from vllm_datadist.handoff.pushes import COME_AGAIN_S, PushAct, PushTable
+from vllm_datadist.handoff.push import PUSH_TABLE, PushAct, PushEffect, PushEvent, PushMachine, PushPhase
+from vllm_datadist.handoff.pushes import COME_AGAIN_S, PushTable
 from vllm_datadist.messages import (
     Endpoint,
     LeaseRef,
@@ -294,22 +294,12 @@ def test_an_announcement_that_comes_after_its_offer_is_nothing_to_wait_for(is_la
     engine = _Engine()
     engine.table.offer(D, _offer(), 0.0)
     if is_late:
-        assert engine.table.offer(12, _offer(request="d-2"), 0.0).state is OfferState.FAILED
+        assert engine.table.offer(12, _offer(request="d-2"), 0.0).state is OfferState.ACCEPTED
     engine.table.announce(OTHER, 60.0)
     assert engine.table.num_announced == (0 if is_late else 1)
     engine.table.withdraw(12, OTHER, 1)
     engine.table.announce(OTHER, 60.0)
     assert engine.table.num_announced == 0
-
-
-def test_who_gave_up_an_offer_counts_for_nothing_when_another_offers_before_the_lease() -> None:
-    engine = _Engine()
-    engine.table.offer(D, _offer(), 0.0)
-    engine.table.withdraw(D, _offer().ref, 1)
-    assert engine.table.offer(12, _offer(request="d-2"), 0.0).state is OfferState.ACCEPTED
-    engine.compute(8)
-    engine.finish()
-    assert (engine.leases.take_finished(), engine.table.held_keys()) == ([], [KEY])
 
 
 def _sending(engine: _Engine, end_token: int = 8) -> PushMachine:
@@ -357,11 +347,17 @@ def test_what_was_granted_over_a_link_is_void_without_it() -> None:
 def test_another_request_of_d_is_refused_while_the_first_is_served_and_when_nothing_is_left() -> None:
     engine = _Engine()
     push = _sending(engine)
-    assert engine.table.offer(12, _offer(request="d-2"), 0.0).state is OfferState.FAILED
+    early, late = _offer(request="d-2"), _offer(request="d-3")
+    assert engine.table.offer(12, early, 0.0).state is OfferState.ACCEPTED
+    engine.table.sweep(COME_AGAIN_S - 0.1)
+    assert engine.table.take_acts() == []
+    engine.table.sweep(COME_AGAIN_S)
+    told = engine.act(PushEffect.TELL).push
+    assert (told.word, told.reason) == (OfferState.FAILED, "another request has offered for this transfer")
+    engine.table.told(told)
     engine.finish()
     engine.table.sent(push)
     engine.table.told(engine.act(PushEffect.TELL).push)
-    late = _offer(request="d-2")
     assert engine.table.offer(12, late, 0.0).state is OfferState.ACCEPTED  # P's request may come again
     engine.table.sweep(COME_AGAIN_S)
     told = engine.act(PushEffect.TELL).push
@@ -407,6 +403,7 @@ def _upset_pushes(rng: random.Random, count: int) -> None:
         while under_way := under_way + engine.table.take_acts():
             _any_end(rng, engine, under_way.pop())
         assert (len(engine.table), engine.table.num_announced) == (0, 0)
+        assert not engine.table._line.transfer_ids()
         assert not engine.table.is_sending(KEY)
 
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from connector.tests.patience import LINK_S, WORK_S
 from datadist_core import LLMStatusCode
 from datadist_core.errors import LLMException
 from datadist_core.testing.parallel import eventually
@@ -38,8 +39,8 @@ NUM_BLOCKS, HEADS, TOKENS, CONTENT = 16, 2, 4, 8
 LAYERS = ("layers.0", "layers.1")
 GROUP = GroupInfo(0, TOKENS, None, LAYERS)
 LAYER_BYTES = NUM_BLOCKS * HEADS * TOKENS * CONTENT * 4
-LIMITS = LoadLimits(load_timeout_s=20.0, link_timeout_s=5.0, num_threads=2)
-LEASE_S = 30.0
+LIMITS = LoadLimits(load_timeout_s=WORK_S, link_timeout_s=LINK_S, num_threads=2)
+LEASE_S = 2 * WORK_S
 ALONE = WorkerPlace(0, 0, 1, 1)
 log = logging.getLogger("test")
 
@@ -115,8 +116,8 @@ def _job(remote: RemoteLease, source: list[int], target: list[int], name: str = 
 
 
 def _results(worker: Worker, done: Callable[[StepResults], bool]) -> StepResults:
-    """Poll as the engine does until a report satisfies `done`; fails after 30 s."""
-    until_s = time.monotonic() + 30
+    """Poll as the engine does until a report satisfies `done`; fails when it takes too long."""
+    until_s = time.monotonic() + 2 * WORK_S
     while time.monotonic() < until_s:
         results = worker.side.take_results()
         if done(results):
@@ -302,24 +303,28 @@ def test_blocks_that_p_does_not_have_fail_the_load(workers: Callable[..., Worker
 
 
 def test_a_watched_lease_outlives_its_time(workers: Callable[..., Worker]) -> None:
+    """P's time passes before each renewal, and only then: most of the lease's."""
     p, d = workers(), workers()
+    now_s, renewed, renew = [0.0], threading.Event(), p.side.leases.renew
+    p.side.leases.unlocked._clock = lambda: now_s[0]
+
+    def after_a_while(keys: object) -> object:
+        if now_s[0] < 3.0:
+            now_s[0] += 0.5
+        states = renew(keys)
+        if now_s[0] >= 3.0:
+            renewed.set()
+        return states
+
+    p.side.leases.renew = after_a_while
     remote = replace(_lease(p), lease_s=0.6)
     p.side.start(StepWork(leases=[LeaseOpen(remote.key, 0.6)]))
     d.side.start(StepWork(watches=[Watch(RequestKey("d-1", 1), remote)]))
-    renewed = threading.Event()
-    renew = p.side.leases.renew
-    count = []
-
-    def counting(keys: object) -> object:
-        count.append(1)
-        if len(count) >= 6:
-            renewed.set()
-        return renew(keys)
-
-    p.side.leases.renew = counting
-    assert renewed.wait(30)
+    assert renewed.wait(WORK_S)
+    assert not p.side.take_results().sent
     assert p.side.leases.num_active == 1
     d.side.start(StepWork(ended=[RequestKey("d-1", 1)]))
+    now_s[0] = 100.0
     assert _results(p, lambda results: bool(results.sent)).sent == {"p-1"}
 
 

@@ -22,7 +22,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 #: From the end of the last lease to the end of the engine: the step that learns of it, and closing in order.
 CLOSING_S = 3.0
@@ -58,10 +60,11 @@ class DrainNotice:
         """Where signals cannot be handled (not the main thread), or nobody handles them, nothing changes."""
         if threading.current_thread() is not threading.main_thread():
             return
+        _listening.add(self)
         for number in SIGNALS:
             before = signal.getsignal(number)
-            if callable(before):
-                signal.signal(number, self._in_front_of(before))
+            if callable(before) and not isinstance(before, _Handler):
+                signal.signal(number, _Handler(before))
 
     def note(self) -> None:
         """The signal has come. Only the first one counts."""
@@ -75,9 +78,18 @@ class DrainNotice:
         self._is_told = True
         return max(0.0, self._end_s - self._clock())
 
-    def _in_front_of(self, before: Callable[[int, Any], Any]) -> Callable[[int, Any], None]:
-        def handle(number: int, frame: Any) -> None:
-            self.note()
-            before(number, frame)
 
-        return handle
+#: Of this process, as long as their engines are there.
+_listening: WeakSet[DrainNotice] = WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class _Handler:
+    """In front of the one that was there before; shared by all engines that are made in this process."""
+
+    before: Callable[[int, Any], Any]
+
+    def __call__(self, number: int, frame: Any) -> None:
+        for notice in list(_listening):
+            notice.note()
+        self.before(number, frame)

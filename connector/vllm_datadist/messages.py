@@ -380,10 +380,14 @@ class Announce(msgspec.Struct, frozen=True):
 
 
 class Withdraw(msgspec.Struct, frozen=True):
-    """D to P: the offer is taken back, or none will come of these `num_offers` workers."""
+    """D to P: the offer is taken back, or none will come of these `num_offers` workers.
+
+    `instead`: the request of D that this transfer is for now; P hears of it before it hears of the withdrawal.
+    """
 
     ref: OfferRef
     num_offers: int
+    instead: Announce | None = None
 
 
 class AskOffer(msgspec.Struct, frozen=True):

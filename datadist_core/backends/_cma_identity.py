@@ -117,15 +117,15 @@ def process_behind(door: bytes) -> int | None:
 
     Raises Unreachable if there is none, or it is not ours to touch.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.setblocking(False)
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.setblocking(False)
             sock.connect(door)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise _dial_error(error) from error
-        said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        raise _dial_error(error) from error
     pid: int
     pid, user_id, _ = _CREDENTIALS.unpack(said)
     if pid <= 0:

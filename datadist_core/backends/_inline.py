@@ -100,14 +100,35 @@ class InlineBatches:
         False if one of them did not in time. Batches of the calling thread (it is in a `done` callback) are not waited
         for: they have copied what they had to copy.
         """
+        return self._await(self._tell(error, peer_id), _END_TIMEOUT_S)
+
+    def end_then(self, error: LLMException, peer_id: int, then: Callable[[], None]) -> bool:
+        """The same, and call `then` when they have left it alone: before this is back, or in a thread of its own."""
+        others = self._tell(error, peer_id)
+        if self._await(others, _END_TIMEOUT_S):
+            then()
+            return True
+
+        def wait() -> None:
+            self._await(others, None)
+            then()
+
+        threading.Thread(target=wait, name="datadist-late-copy", daemon=True).start()
+        return False
+
+    def _tell(self, error: LLMException, peer_id: int | None) -> set[OpenBatch]:
+        """Ask them to end. Returns those of other threads."""
         with self._lock:
             ending = [b for b in self._open if peer_id is None or b.peer_id == peer_id]
             for running in ending:
                 running.end(error)
-            others = {b for b in ending if b.thread_id != threading.get_ident()}
+        return {b for b in ending if b.thread_id != threading.get_ident()}
+
+    def _await(self, batches: set[OpenBatch], timeout_s: float | None) -> bool:
+        with self._lock:
             self._num_waiting += 1
             try:
-                return self._changed.wait_for(lambda: others.isdisjoint(self._open), _END_TIMEOUT_S)
+                return self._changed.wait_for(lambda: batches.isdisjoint(self._open), timeout_s)
             finally:
                 self._num_waiting -= 1
 

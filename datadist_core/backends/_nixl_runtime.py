@@ -130,7 +130,11 @@ class Runtime:
         link = self.link(peer_id)
         if link.regions.get(region_id) == described:
             return
-        self._probe(link, described, deadline)
+        try:
+            self._probe(link, described, deadline)
+        finally:
+            self._forget_if_lost(link)
+        link.check_up()
         link.regions.put(region_id, described)
         self._forget_routes()
 
@@ -204,6 +208,13 @@ class Runtime:
         self._forget_routes()
         self._sweep(movers)
 
+    def _forget_if_lost(self, link: Link) -> None:
+        """The link has ended while the agent was told of the peer: that would stay, for it was dropped before."""
+        if link.lost is not None:
+            with self._changed:
+                movers = self._movers()
+            self._forget(link, movers)
+
     def _probe(self, link: Link, described: Descriptor, deadline: Deadline) -> None:
         """Read from a region, to know now whether that is possible. Raises Unreachable."""
         ended = threading.Event()
@@ -275,6 +286,7 @@ class Runtime:
             transfer.start(batch.op, plan.pieces(batch))
         except BaseException:
             self._remove(transfer)
+            self._forget_if_lost(link)
             raise
         with self._lock:
             self._routes.put(Route(batch.peer_id, link.identity.name, regions, mover, plan), version)

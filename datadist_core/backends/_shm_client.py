@@ -46,7 +46,10 @@ class RegionClient:
         """Dial. Raises Unreachable with the reason."""
         self._address = address
         self._request_lock = threading.Lock()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise _dial_error(error) from error
         self._socket.setblocking(False)  # waiting is done with a deadline, in `_receive`
         try:
             self._socket.connect(address)

@@ -125,9 +125,16 @@ class Acceptor:
 
     def forget(self, expected: Expected) -> None:
         """Wait no more; what has come of the link is closed."""
-        if self._expected.pop(expected.key, None) is not None:
+        if self._expected.get(expected.key) is expected:
+            del self._expected[expected.key]
             for newcomer in list(expected.streams.values()):
                 newcomer.connection.close()
+
+    def give_up(self, expected: Expected, error: LLMException) -> None:
+        """The same, and whoever waits for it is told. No-op once the link is up."""
+        self.forget(expected)
+        if not expected.result.done():
+            expected.result.set_exception(error)
 
     def on_hello(self, newcomer: _Newcomer, meeting: Meeting) -> None:
         if not hmac.compare_digest(meeting.hello.instance, self._instance):
@@ -170,8 +177,7 @@ class Acceptor:
         for newcomer in list(self._newcomers):
             self.drop(newcomer)
         for expected in list(self._expected.values()):
-            self.forget(expected)
-            expected.result.set_exception(error)
+            self.give_up(expected, error)
 
     def _match_guarded(self, newcomer: _Newcomer, expected: Expected) -> None:
         try:

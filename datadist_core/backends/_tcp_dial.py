@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from ..errors import ClosedError, LLMException, ProtocolError, TimedOut, Unreachable
 from ..types import Deadline
+from ._attempts import Attempt
 from ._tcp_address import Endpoint, Identity
 from ._tcp_frames import (
     HEADER_BYTES,
@@ -38,7 +39,7 @@ class Dialler:
         self._dialling: set[Wire] = set()
         self._closed = False
 
-    def dial(self, identity: Identity, key: LinkKey, deadline: Deadline) -> list[Wire]:
+    def dial(self, identity: Identity, key: LinkKey, deadline: Deadline, attempt: Attempt) -> list[Wire]:
         """Connections to the peer, all of them welcomed. Raises Unreachable, TimedOut, ProtocolError, ClosedError."""
         check_both_or_none(self._tls, identity.tls)
         if not identity.endpoints:
@@ -47,9 +48,9 @@ class Dialler:
         for position, endpoint in enumerate(identity.endpoints):
             share = _share(deadline, len(identity.endpoints) - position)
             try:
-                return self._dial_endpoint(endpoint, identity.instance, key, share, deadline)
+                return self._dial_endpoint(endpoint, identity.instance, key, share, deadline, attempt)
             except (OSError, ValueError, LLMException) as error:  # ValueError: no host name at all
-                self._check_open()
+                self._check_wanted(attempt)
                 failures.append(f"{endpoint.host} port {endpoint.port}: {error}")
         if deadline.expired:
             raise TimedOut(f"no tcp connection to the peer in time; {'; '.join(failures)}")
@@ -58,18 +59,23 @@ class Dialler:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            for wire in self._dialling:
-                with suppress(OSError):
-                    wire.shutdown(socket.SHUT_RDWR)
+            _shut(self._dialling)
 
     def _dial_endpoint(
-        self, endpoint: Endpoint, instance: bytes, key: LinkKey, share: Deadline, deadline: Deadline
+        self,
+        endpoint: Endpoint,
+        instance: bytes,
+        key: LinkKey,
+        share: Deadline,
+        deadline: Deadline,
+        attempt: Attempt,
     ) -> list[Wire]:
         """Connections to that endpoint. Reaching the peer must not take longer than `share`."""
         with self._collected() as wires:
+            attempt.when_ended(lambda _: _shut(list(wires)))
             meetings: list[Meeting] = []
             for stream in range(self._options.streams):
-                wire = self._connect(endpoint, share, wires)
+                wire = self._connect(endpoint, share, wires, attempt)
                 hello = Hello(instance, new_nonce(), stream, self._options.streams)
                 wire.sendall(encode_hello(hello))
                 meeting = Meeting(hello, decode_heard(_await_frame(wire, Kind.HEARD, share)))
@@ -95,14 +101,14 @@ class Dialler:
         with self._lock:
             self._dialling.difference_update(wires)
 
-    def _connect(self, endpoint: Endpoint, deadline: Deadline, wires: list[Wire]) -> Wire:
+    def _connect(self, endpoint: Endpoint, deadline: Deadline, wires: list[Wire], attempt: Attempt) -> Wire:
         """A connection to the first address of the host that answers, added to `wires`."""
         host, port = endpoint.host, endpoint.port
         last: OSError = OSError(f"host {host!r} has no address")
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             sock = socket.socket(family, kind, protocol)
             wire: Wire = sock if self._tls is None else TlsStream(sock, self._tls.client, server_side=False)
-            self._add(wire, wires)
+            self._add(wire, wires, attempt)
             try:
                 tune(sock, self._options)
                 _set_timeout(sock, deadline)
@@ -110,27 +116,35 @@ class Dialler:
                 suit_path(sock, self._options)
             except OSError as error:
                 last = error
-                self._drop(wire, wires)
+                self._drop(wire, wires, attempt)
             else:
                 return wire
         raise last
 
-    def _add(self, wire: Wire, wires: list[Wire]) -> None:
+    def _add(self, wire: Wire, wires: list[Wire], attempt: Attempt) -> None:
         wires.append(wire)
         with self._lock:
             self._dialling.add(wire)
-        self._check_open()
+        self._check_wanted(attempt)
 
-    def _drop(self, wire: Wire, wires: list[Wire]) -> None:
+    def _drop(self, wire: Wire, wires: list[Wire], attempt: Attempt) -> None:
         wires.remove(wire)
         with self._lock:
             self._dialling.discard(wire)
         wire.close()
-        self._check_open()
+        self._check_wanted(attempt)
 
-    def _check_open(self) -> None:
+    def _check_wanted(self, attempt: Attempt) -> None:
         if self._closed:
             raise ClosedError("the tcp backend was closed during connect")
+        attempt.check_wanted()
+
+
+def _shut(wires: Iterable[Wire]) -> None:
+    """Whoever waits for something to come on them waits no more."""
+    for wire in wires:
+        with suppress(OSError):
+            wire.shutdown(socket.SHUT_RDWR)
 
 
 def _await_welcome(wire: Wire, meeting: Meeting, key: LinkKey, deadline: Deadline) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import socket
@@ -16,6 +17,7 @@ from ..errors import Cancelled, ClosedError, LLMException, NotYetLinked, ParamIn
 from ..transfer.backend import BackendContext, Completion, DoneCallback
 from ..transfer.plan import Batch
 from ..types import Deadline
+from ._attempts import Attempt, Attempts
 from ._tcp_accept import MAX_STRANGERS, Acceptor, Expected
 from ._tcp_address import Endpoint, decode_identity, encode_identity, listen, reachable_at
 from ._tcp_connection import Connection
@@ -29,8 +31,10 @@ from ._tcp_parts import Ending, Joined, split
 from ._tcp_proof import LinkKey
 from ._tcp_rate import RateLimit
 from ._tcp_requests import CANCEL_GRACE_S, Request
-from ._tcp_tls import Tls, check_both_or_none
+from ._tcp_tls import Tls, Wire, check_both_or_none
 from ._tcp_workers import Workers
+
+logger = logging.getLogger(__name__)
 
 
 class Runtime:
@@ -44,6 +48,7 @@ class Runtime:
         self._instance = os.urandom(INSTANCE_BYTES)
         self._batches: dict[int, Ending] = {}
         self._tls = Tls.of(context.security)
+        self._attempts = Attempts()
         self._dialler = Dialler(self._options, self._tls)
         self._reporters = Workers("datadist-tcp-report", 1)
         self._acceptor: Acceptor | None = None
@@ -66,13 +71,14 @@ class Runtime:
         self._reporters.stop()
 
     def dial(self, peer_id: int, identity: bytes, link_token: bytes, deadline: Deadline) -> None:
-        wires = self._dialler.dial(decode_identity(identity), self._key(link_token), deadline)
-        try:
-            self._loop.call(lambda: self._install(peer_id, [Connection(self._loop, wire) for wire in wires]))
-        except ClosedError:
-            for wire in wires:
-                wire.close()
-            raise
+        with self._attempts.begin(peer_id) as attempt:
+            wires = self._dialler.dial(decode_identity(identity), self._key(link_token), deadline, attempt)
+            try:
+                self._loop.call(lambda: self._install_dialled(peer_id, wires, attempt))
+            except LLMException:
+                for wire in wires:
+                    wire.close()
+                raise
 
     def accept(self, peer_id: int, identity: bytes, link_token: bytes, deadline: Deadline) -> None:
         check_both_or_none(self._tls, decode_identity(identity).tls)
@@ -80,22 +86,30 @@ class Runtime:
         if acceptor is None:
             raise Unreachable("this end does not listen, so it can only dial (no listen_ip_info)")
         expected = Expected(self._key(link_token), lambda connections: self._install(peer_id, connections))
-        self._loop.call(lambda: acceptor.expect(expected))
-        try:
-            expected.result.result(deadline.timeout())
-        except FutureTimeoutError:
-            self._loop.call(lambda: acceptor.forget(expected))
-            if not expected.result.done():
-                raise TimedOut("the peer's tcp connection did not arrive in time") from None
-            expected.result.result()
+        with self._attempts.begin(peer_id) as attempt:
+            try:
+                self._loop.call(lambda: acceptor.expect(expected))
+                attempt.when_ended(lambda error: self._post_unless_closed(lambda: acceptor.give_up(expected, error)))
+                expected.result.result(deadline.timeout())
+            except FutureTimeoutError:
+                self._loop.call(lambda: acceptor.forget(expected))
+                if not expected.result.done():
+                    raise TimedOut("the peer's tcp connection did not arrive in time") from None
+                expected.result.result()
+            except LLMException:
+                self._post_unless_closed(lambda: acceptor.forget(expected))
+                raise
 
     def disconnect(self, peer_id: int) -> None:
         if self.closed:
             return
+        self._attempts.end(peer_id)
         try:
             self._loop.call(lambda: self._remove_link(peer_id, PeerLost(f"the link to peer {peer_id} was taken down")))
         except ClosedError:
             return  # closing ends it as well
+        except TimedOut as error:  # it is done as soon as that is over, and `is_fenced` tells when
+            logger.error("peer %d is not disconnected yet: %s", peer_id, error)
 
     def is_fenced(self, peer_id: int) -> bool:
         """Whether nothing is received for that peer any more, neither what it sends nor what we asked for."""
@@ -222,6 +236,10 @@ class Runtime:
         if batch is not None:
             batch.give_up(Cancelled(f"batch {batch_id} was cancelled"))
             self._loop.wake_at(time.monotonic() + CANCEL_GRACE_S)
+
+    def _install_dialled(self, peer_id: int, wires: Sequence[Wire], attempt: Attempt) -> None:
+        attempt.check_wanted()
+        self._install(peer_id, [Connection(self._loop, wire) for wire in wires])
 
     def _install(self, peer_id: int, connections: list[Connection]) -> None:
         self._remove_link(peer_id, PeerLost(f"peer {peer_id} was connected anew"))

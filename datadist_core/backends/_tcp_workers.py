@@ -57,5 +57,6 @@ class Workers:
             try:
                 task()
             finally:
+                del task  # what it holds must not live as long as an idle thread
                 with self._lock:
                     self._num_pending -= 1

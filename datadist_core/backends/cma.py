@@ -45,6 +45,7 @@ from ..transfer.backend import Backend, BackendContext, Capabilities, DoneCallba
 from ..transfer.plan import Batch, expand
 from ..types import Deadline
 from ._attached import decode_descriptor_as, local_regions
+from ._attempts import Attempt, Attempts
 from ._cma_host import ProcessWatch, may_trace_all, yama_scope
 from ._cma_identity import Door, Identity, check_same_host, decode_identity, encode_identity, process_behind
 from ._cma_link import AttachedRegion, CmaLink, Peer
@@ -109,6 +110,7 @@ class CmaBackend(Backend):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._standing: _Standing | None = None
+        self._attempts = Attempts()
         self._links: dict[int, _UpLink] = {}
         #: Disconnected here, while the peer's own end may still be up.
         self._leaving: dict[int, Peer] = {}
@@ -136,6 +138,8 @@ class CmaBackend(Backend):
             standing.door.close()
         for up in links:
             self._end(up, ClosedError("the cma backend was closed"))
+        with self._lock:  # nobody asks any more
+            self._leaving.clear()
 
     def identity(self) -> bytes:
         return self._opened().identity
@@ -144,17 +148,19 @@ class CmaBackend(Backend):
         standing, peer = self._opened(), decode_identity(identity)
         check_same_host(this_host(), peer)
         self.disconnect(peer_id)
-        shown = _Introduction(standing, standing.proofs.show(prove(link_token, standing.identity)))
-        try:
-            meeting = _Meeting(shown, peer, prove(link_token, identity), deadline)
-            self._link_up(_UpLink(CmaLink(peer_id, meeting.meet(peer_id)), shown))
-        except BaseException:
-            shown.withdraw()
-            raise
-        finally:
-            standing.door.clear()
+        with self._attempts.begin(peer_id) as attempt:
+            shown = _Introduction(standing, standing.proofs.show(prove(link_token, standing.identity)))
+            try:
+                meeting = _Meeting(shown, peer, prove(link_token, identity), deadline, attempt)
+                self._link_up(_UpLink(CmaLink(peer_id, meeting.meet(peer_id)), shown), attempt)
+            except BaseException:
+                shown.withdraw()
+                raise
+            finally:
+                standing.door.clear()
 
     def disconnect(self, peer_id: int) -> None:
+        self._attempts.end(peer_id)
         with self._lock:
             up = self._links.pop(peer_id, None)
             if up is not None:
@@ -213,10 +219,8 @@ class CmaBackend(Backend):
         peer_id = up.link.peer_id
         with self._lock:
             leaving = [one for one in self._leaving if one != peer_id]
-        if self._batches.end(error, peer_id):
-            up.introduction.withdraw()
-        else:
-            _log.error("a copy with peer %d does not end; its proof stays", peer_id)
+        if not self._batches.end_then(error, peer_id, up.introduction.withdraw):
+            _log.error("a copy with peer %d does not end; until it does its proof stays", peer_id)
         for one in leaving:  # so that few are remembered
             self.is_fenced(one)
 
@@ -234,8 +238,9 @@ class CmaBackend(Backend):
             raise NotYetLinked(f"peer {peer_id} is not connected")
         return up.link
 
-    def _link_up(self, up: _UpLink) -> None:
+    def _link_up(self, up: _UpLink, attempt: Attempt) -> None:
         with self._lock:
+            attempt.check_wanted()
             if self._standing is not up.introduction.standing:
                 raise ClosedError("the cma backend was closed")
             replaced = self._links.get(up.link.peer_id)
@@ -247,7 +252,10 @@ class CmaBackend(Backend):
 class _Meeting:
     """Finding out which process the peer is, and waiting until it shows its proof."""
 
-    def __init__(self, shown: _Introduction, peer: Identity, proof: bytes, deadline: Deadline) -> None:
+    def __init__(
+        self, shown: _Introduction, peer: Identity, proof: bytes, deadline: Deadline, attempt: Attempt
+    ) -> None:
+        self._attempt = attempt
         self._shown = shown
         self._peer = peer
         self._proof = proof
@@ -263,6 +271,8 @@ class _Meeting:
             watch = ProcessWatch(pid)
         except ProcessLookupError as error:
             raise Unreachable(f"the peer's process {pid} has ended") from error
+        except OSError as error:
+            raise Unreachable(f"the peer's process {pid} cannot be watched: {error}") from error
         if pid != os.getpid():
             self._settle_permission(pid)
         while (address := self._find(pid)) is None:
@@ -301,6 +311,7 @@ class _Meeting:
         standing = self._shown.standing
         if standing.closing.wait(min(self._pause_s, self._deadline.remaining_s())):
             raise ClosedError("the cma backend was closed")
+        self._attempt.check_wanted()
         if self._deadline.expired:
             self._give_up()
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

@@ -77,12 +77,15 @@ class LoopbackBackend(Backend):
     def connect(self, peer_id: int, identity: bytes, *, initiator: bool, link_token: bytes, deadline: Deadline) -> None:
         peer = self._find(identity)
         with _links_changed:
-            self._links[peer_id] = _Link(peer, link_token)
+            self._opened()  # since it was closed it would not be taken out again
+            link = self._links[peer_id] = _Link(peer, link_token)
             _links_changed.notify_all()
-            _links_changed.wait_for(lambda: peer._holds(link_token) or self._context is None, deadline.timeout())
+            _links_changed.wait_for(lambda: peer._holds(link_token) or not self._has(peer_id, link), deadline.timeout())
             self._opened()
+            if not self._has(peer_id, link):
+                raise Unreachable(f"peer {peer_id} was disconnected while it was being connected")
             if not peer._holds(link_token):
-                self._links.pop(peer_id, None)
+                del self._links[peer_id]
                 raise TimedOut("the other end of the loopback link did not connect in time")
 
     def disconnect(self, peer_id: int) -> None:
@@ -140,6 +143,10 @@ class LoopbackBackend(Backend):
         if peer is None:
             raise Unreachable("the peer has closed its loopback backend")
         return peer
+
+    def _has(self, peer_id: int, link: _Link) -> bool:
+        """Whether that link was neither taken down nor replaced; the lock is held."""
+        return self._links.get(peer_id) is link
 
     def _holds(self, token: bytes) -> bool:
         """Whether this end of the link with `token` is up; the lock is held."""

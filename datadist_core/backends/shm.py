@@ -85,6 +85,7 @@ class _Link:
         self.admission = admission
         self.client = client
         self.lost: LLMException | None = None
+        self._ended = False
         self._max_threads = max_threads
         self._lock = threading.Lock()
         self._regions: AttachedRegions[_AttachedRegion] = AttachedRegions(admission.peer_id)
@@ -131,16 +132,18 @@ class _Link:
     def end(self, error: LLMException, batches: InlineBatches) -> None:
         """End the copies, then part. Only then may the peer take it that its memory is touched no more."""
         self.client.hang_up()
-        self._regions.clear()
+        with self._lock:  # what is being attached now, in another thread, is not kept
+            self._ended = True
+            self._regions.clear()
         self.forget_moves()
-        if batches.end(error, self.admission.peer_id):
-            self.client.close()
-        else:
-            _log.error("a copy with peer %d does not end; its connection stays open", self.admission.peer_id)
+        if not batches.end_then(error, self.admission.peer_id, self.client.close):
+            _log.error("a copy with peer %d does not end; until it does its connection stays", self.admission.peer_id)
 
     def _add(self, region_id: int, described: _Descriptor, fd: int) -> None:
         key = file_key(fd)
         with self._lock:
+            if self._ended:
+                raise PeerLost(f"the link to peer {self.admission.peer_id} ended meanwhile")
             file = self._files.get(key)
             if file is None:
                 file = self._files[key] = MappedFile(fd)

@@ -204,7 +204,7 @@ class Routes:
         except ParamInvalid:
             return False
         except (PeerLost, NotYetLinked) as error:
-            route.link.raise_if_closed_here(error)
+            route.link.data_path_failed(error)
             raise
         finally:
             route.link.end_transfer_with(route.remote)

@@ -12,7 +12,7 @@ way: the model computes thousands of chunks, and each of them every layer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import NoneType
 
@@ -289,11 +289,14 @@ class AddressSender(_Sender):
         super().__init__(sending, config)
         self._addresses = config.dst_addrs
         self._places: list[RemotePlace] = []
+        #: That told us of them.
+        self._link: Link | None = None
 
     def open(self) -> None:
         """Ask the peer where the addresses lie."""
         with self._reach() as reached:
             self._places = reached.link.peer_caches.locate(self._addresses, reached.deadline)
+            self._link = reached.link
 
     def send(self, layer_index: int) -> None:
         with self._reach() as reached, ExitStack() as held:
@@ -305,15 +308,16 @@ class AddressSender(_Sender):
             self._run(reached, moves, backend_of)
 
     def _held_places(self, link: Link, layer_index: int, held: ExitStack, deadline: Deadline) -> list[RemotePlace]:
-        """Those of one layer. Asked for anew if the owner has had us forget a cache that it still has."""
-        try:
-            return self._hold_places(layer_index, held)
-        except CacheNotExist:
-            before = [place.cache.cache_id for place in self._places]
-            self._places = self._locate(link, deadline)
-            if [place.cache.cache_id for place in self._places] != before:
-                raise
-            return self._hold_places(layer_index, held)
+        """Those of one layer. Asked for anew if the owner has had us forget a cache that it still has, and over another
+        link: of what was freed since the old one ended, nobody has told us."""
+        if link is self._link:
+            with suppress(CacheNotExist):
+                return self._hold_places(layer_index, held)
+        before = [place.cache.cache_id for place in self._places]
+        self._places, self._link = self._locate(link, deadline), link
+        if [place.cache.cache_id for place in self._places] != before:
+            raise CacheNotExist("dst_addrs are in another cache of the destination since layers were sent to it")
+        return self._hold_places(layer_index, held)
 
     def _locate(self, link: Link, deadline: Deadline) -> list[RemotePlace]:
         try:

@@ -20,7 +20,7 @@ from .findings import Finding, fail, ok, warn
 from .network import interface_of, interface_with
 
 #: An end of ours speaks first; who says nothing for this long waits for us to speak.
-_SILENCE_S = 1.0
+_SILENCE_S = 3.0
 _SMALL_SEGMENT_BYTES = 1200
 _FAR_S = 0.05
 _HTTP_QUESTION = b"GET / HTTP/1.0\r\nHost: datadist-doctor\r\n\r\n"

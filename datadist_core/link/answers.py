@@ -138,6 +138,8 @@ class Answers:
 
         def run() -> None:
             self._send(_answer_or_failure(message.request_id, serve))
+            if remote is not None:
+                self._link.peer_caches.let_go(remote)
 
         if remote is None:
             run()

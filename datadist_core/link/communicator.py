@@ -265,7 +265,7 @@ class CommunicatorTable:
         except NotYetLinked:
             link, made = self._links.connect(Target(member.cluster_id, (address,)), deadline), True
         with self._changed:
-            self._uses.add(link, comm.comm_id, made)
+            self._use(comm, link, made)
         return link
 
     def _ask(self, comm: _Communicator, link: Link, complete: bool) -> Joined:
@@ -286,13 +286,17 @@ class CommunicatorTable:
         return answer
 
     def _know(self, comm: _Communicator, link: Link, known: _Known) -> None:
+        """With the lock held. NotYetLinked as `_use`."""
+        self._use(comm, link, False)
+        comm.known[link.peer.cluster_id] = known
+        self._changed.notify_all()
+
+    def _use(self, comm: _Communicator, link: Link, made: bool) -> None:
         """With the lock held. NotYetLinked if the link has ended: its end has been told before, or will be now."""
-        self._uses.add(link, comm.comm_id, False)
+        self._uses.add(link, comm.comm_id, made)
         if not link.is_up:
             self._uses.drop(link)
             raise NotYetLinked(f"the link to cluster {link.peer.cluster_id} has just ended")
-        comm.known[link.peer.cluster_id] = known
-        self._changed.notify_all()
 
     def _pause(self, comm: _Communicator) -> None:
         with self._changed:

@@ -5,6 +5,9 @@ A peer that copies one-sidedly may be stopped (by a signal, a debugger, a paused
 and go on with it long after this end gave up the link. Memory that it was told of must not be given to anyone else
 before its own end of the link, or its process, has ended: see `Backend.is_fenced`. Nor before what this end itself
 moves over that link has ended.
+
+A backend keeps something of a peer until it has seen that: a descriptor of its process, say. So it is asked also for
+links that came to nothing, and where the two ends did not agree on it; no memory waits for those.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from ..errors import ClosedError
 from ..types import Deadline
 
 if TYPE_CHECKING:
+    from ..transfer.backend import Backend
     from .link import Link
 
 logger = logging.getLogger(__name__)
@@ -35,12 +39,24 @@ class _Awaited:
     then: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Remnant:
+    """Of a link over which nothing was to be moved by that backend, what it may keep of the peer."""
+
+    backend: Backend
+    link_id: int
+
+    def is_gone(self) -> bool:
+        return self.backend.is_fenced(self.link_id)
+
+
 class Fences:
     """Thread-safe. Its thread runs only while a former peer is not fenced."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._former: list[Link] = []
+        self._remnants: set[_Remnant] = set()
         self._awaited: list[_Awaited] = []
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -52,11 +68,13 @@ class Fences:
             if link.backends and link not in self._former:
                 self._former.append(link)
 
-    def link_disconnected(self) -> None:
-        """The backends have let go of a link: nearly always its peer has, too. Otherwise it is looked after."""
+    def link_disconnected(self, link: Link, backends: Iterable[Backend]) -> None:
+        """These backends have let go of a link: nearly always its peer has, too. Otherwise it is looked after."""
         with self._lock:
-            self._former = [old for old in self._former if not _is_fenced(old)]
-            if self._former:
+            if self._closed:
+                return
+            self._remnants |= {_Remnant(backend, link.link_id) for backend in backends if backend not in link.backends}
+            if self._look():
                 self._start()
 
     def who_may_write(self, cache_id: int) -> list[Link]:
@@ -101,29 +119,42 @@ class Fences:
             self._closed = True
             awaited, self._awaited = self._awaited, []
             self._former = []
+            self._remnants = set()
         self._closing.set()
         _do(awaited)
 
     def _start(self) -> None:
         """With the lock held."""
-        if self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._run, name="datadist-fences", daemon=True)
-            self._thread.start()
+        if self._thread is not None or self._closed:
+            return
+        thread = threading.Thread(target=self._run, name="datadist-fences", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no more; the next link that ends tries again
+            logger.error("nobody sees when former peers can write no more: %s", error)
+            return
+        self._thread = thread
 
     def _run(self) -> None:
         pause_s = _FIRST_POLL_S
         while not self._closing.wait(pause_s):
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
             with self._lock:
-                self._former = [old for old in self._former if not _is_fenced(old)]
+                some_left = self._look()
                 due = [awaited for awaited in self._awaited if _is_due(awaited)]
                 self._awaited = [awaited for awaited in self._awaited if awaited not in due]
-                is_last = not self._awaited and not self._former
+                is_last = not self._awaited and not some_left
                 if is_last:
                     self._thread = None
             _do(due)
             if is_last:
                 return
+
+    def _look(self) -> bool:
+        """Whether something is left to look after. With the lock held."""
+        self._former = [old for old in self._former if not _is_fenced(old)]
+        self._remnants = {remnant for remnant in self._remnants if not remnant.is_gone()}
+        return bool(self._former or self._remnants)
 
 
 def _is_fenced(link: Link) -> bool:

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ..errors import LinkFailed, LLMException, ProtocolError, TimedOut
 from ..security import Security
@@ -83,6 +84,8 @@ class Handshake:
         if not result.usable:  # the other end may still wait a good while for our connections
             raise _nothing_works(result)
         theirs = self._probed_by(link, result, deadline)
+        if deadline.expired:  # whoever asked for the link may have been told that it failed
+            raise TimedOut("the other end was not ready in time")
         self._agree(link, result, theirs)
         self._answer_of(link, m.Established, deadline)
         link.forget_handshake()
@@ -116,10 +119,7 @@ class Handshake:
             future.add_done_callback(lambda _: done.set())
         if not done.wait(deadline.timeout()):
             raise TimedOut(f"no {kind.__name__} from {link.channel.peer_address} in time")
-        if refused.done() and refused.exception() is None:
-            refusal = refused.result()
-            if isinstance(refusal, m.Refuse):
-                raise _refusal(refusal, link.channel.peer_address)
+        _check_not_refused(link)
         return wait_for(expected, deadline, f"no {kind.__name__} in time")
 
     # -- the listening end
@@ -173,6 +173,7 @@ class Handshake:
             initiator=link.dialling,
             link_token=link_token if link.session is None else link.session.token(link_token),
             deadline=deadline,
+            check_wanted=partial(_check_wanted, link),
         )
 
     def _hello(self, expected_cluster_id: int, link_token: bytes) -> m.Hello:
@@ -213,6 +214,20 @@ class Handshake:
 
 def _nothing_works(result: ProbeResult) -> LinkFailed:
     return LinkFailed(f"no transfer backend works between the two ends: {result.rejected}")
+
+
+def _check_wanted(link: Link) -> None:
+    """Raises what the other end refused, or what ended the link."""
+    _check_not_refused(link)
+    link.check_not_down()
+
+
+def _check_not_refused(link: Link) -> None:
+    refused = link.expect(m.Refuse)
+    if refused.done() and refused.exception() is None:
+        refusal = refused.result()
+        if isinstance(refusal, m.Refuse):
+            raise _refusal(refusal, link.channel.peer_address)
 
 
 def _learn(link: Link, said: m.Hello | m.Welcome) -> None:

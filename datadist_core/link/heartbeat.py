@@ -154,6 +154,7 @@ class PeerProcesses:
         self._lock = threading.Lock()
         self._watched: dict[bytes, _Watched] = {}
         self._pidfds: set[int] = set()
+        self._closed = False
 
     def watch(self, link: Link) -> None:
         """Give the link up soon after its peer's process has ended. No-op where that cannot be seen."""
@@ -161,6 +162,8 @@ class PeerProcesses:
         if process is None:
             return
         with self._lock:
+            if self._closed:
+                return
             watched = self._watched.get(process.door)
             if watched is None:
                 pidfd = open_pidfd(process)
@@ -184,8 +187,9 @@ class PeerProcesses:
                 self._in_loop(self._stop, watched.pidfd)
 
     def close(self) -> None:
-        """The loop has stopped."""
+        """The loop has stopped. Nothing is watched any more, nor will be."""
         with self._lock:
+            self._closed = True
             for pidfd in self._pidfds:
                 os.close(pidfd)
             self._pidfds.clear()

@@ -179,9 +179,14 @@ class Link:
     def send(self, message: m.AnyMessage) -> None:
         """Send if the state allows it. Raises what ended the link, or ProtocolError."""
         with self.lock:
-            self._raise_if_down()
+            self.check_not_down()
             self._machine.sending(message)
             self.channel.send(message)
+
+    def check_not_down(self) -> None:
+        """Raises what ended the link."""
+        if self._down_error is not None:
+            raise self._down_error
 
     def forget_handshake(self) -> None:
         """What was said in it is not needed any more, and not little. The link may be ending already: that is kept."""
@@ -241,7 +246,7 @@ class Link:
         try:
             yield
         except (PeerLost, NotYetLinked) as error:
-            self.raise_if_closed_here(error)
+            self.data_path_failed(error)
             raise
         finally:
             with self.lock:
@@ -290,11 +295,17 @@ class Link:
             self._close_reason = self._close_reason or reason
         self.channel.close(reason)
 
-    def raise_if_closed_here(self, error: LLMException) -> None:
-        """Raise ClosedError if it was this end that closed the link: `error` has ended a transfer for that reason."""
+    def data_path_failed(self, error: PeerLost | NotYetLinked) -> None:
+        """That has ended a transfer. Raise ClosedError if the reason is that this end closed the link.
+
+        A backend that has lost its peer does not find it again. It says so on its own, but while a link is being made
+        nobody hears it: so the link ends now, if it is up still.
+        """
         reason = self._close_reason
         if isinstance(reason, ClosedError):
             raise ClosedError(str(reason)) from error
+        if isinstance(error, PeerLost) and self.is_up:
+            self.close(PeerLost(f"the data path to cluster {self.peer.cluster_id} broke: {error}"))
 
     # -- receiving (control loop's thread)
 
@@ -376,12 +387,8 @@ class Link:
                 future.set_exception(self._down_error)
         return future
 
-    def _raise_if_down(self) -> None:
-        if self._down_error is not None:
-            raise self._down_error
-
     def _raise_if_not_up(self) -> None:
-        self._raise_if_down()
+        self.check_not_down()
         if self._machine.state is not LinkState.UP:
             raise NotYetLinked(f"the link to cluster {self.peer.cluster_id} is {self._machine.state.value}")
 

@@ -12,7 +12,7 @@ import logging
 import random
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +26,7 @@ from ..errors import (
     TimedOut,
 )
 from ..settings import Settings
+from ..transfer.backend import Backend
 from ..transfer.engine import TransferEngine
 from ..types import Deadline, LLMStatusCode
 from ..wire import messages as m
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 #: An accepted handshake may take this long in all.
 ACCEPT_TIMEOUT_S = 30.0
+#: A backend that was being connected as its link ended is disconnected again after this time.
+DISCONNECT_AGAIN_S = 0.05
 #: Peers that get checksums made at the same time.
 CHECKSUM_THREADS = 4
 #: At most so many threads answer requests, serve handshakes, and clean up after links. Idle ones end.
@@ -107,6 +110,9 @@ class LinkManager:
         self._lock = threading.Lock()
         #: In the handshake, at either end.
         self._unfinished: set[Link] = set()
+        #: Those of them that a thread is busy with.
+        self._greeting: set[Link] = set()
+        self._greeted_one = threading.Condition(self._lock)
         self._link_ids = itertools.count(1)
         self._closing = threading.Event()
         self.listeners = Listeners(self._loop, self._accept, engine.listen)
@@ -179,6 +185,8 @@ class LinkManager:
 
     def _answer_hello(self, link: Link) -> None:
         deadline = Deadline.after(ACCEPT_TIMEOUT_S)
+        with self._lock:
+            self._greeting.add(link)
         try:
             hello = link.expect(m.Hello).result(0)
             if isinstance(hello, m.Hello):
@@ -186,6 +194,9 @@ class LinkManager:
         except LLMException as error:
             self._log.log(logging.INFO, "a link from %s was not made: %s", link.channel.peer_address, error)
             self._handshake.refuse(link, error)
+        except Exception as error:
+            logger.exception("a link from %s was not made", link.channel.peer_address)
+            self._handshake.refuse(link, _unexpected(error))
         finally:
             self._greeted(link)
 
@@ -258,9 +269,10 @@ class LinkManager:
             with self._lock:
                 self._table.check_open()
                 self._unfinished.add(link)
+                self._greeting.add(link)
             self._handshake.greet(link, target.cluster_id, secrets.token_bytes(16), deadline)
-        except LLMException as error:
-            self._drop(link, error)
+        except BaseException as error:
+            self._drop(link, error if isinstance(error, LLMException) else _unexpected(error))
             raise
         finally:
             self._greeted(link)
@@ -283,8 +295,7 @@ class LinkManager:
         """Put a link into the table, in place of an older one from the same cluster. Raises as `LinkTable.enter`."""
         link.backends = [self._engine.backends[n] for n in names if n in result.usable]
         link.rejected = result.rejected
-        for name in set(result.usable) - set(names):
-            self._engine.backends[name].disconnect(link.link_id)
+        self._disconnect_from(link, [b for b in self._engine.backends.values() if b not in link.backends])
         previous = self._table.enter(link)
         self._processes.watch(link)
         if link.state is LinkState.DOWN:  # meanwhile, and `_disconnect` may have been too early to undo that
@@ -304,8 +315,20 @@ class LinkManager:
         """The handshake is over. If the link ended in it, `_on_down` may have come before a backend had connected."""
         with self._lock:
             self._unfinished.discard(link)
+            self._greeting.discard(link)
+            self._greeted_one.notify_all()
         if link.state is LinkState.DOWN:
             self._disconnect(link)
+
+    def _end_greeting(self, link: Link) -> None:
+        """The link has ended. Its handshake may have come to a backend right after `_disconnect`, and would wait there
+        for the peer; so once more, until it is through. From here on it begins with no other one."""
+        deadline = Deadline.after(ACCEPT_TIMEOUT_S)
+        while not deadline.expired:
+            with self._greeted_one:
+                if self._greeted_one.wait_for(lambda: link not in self._greeting, DISCONNECT_AGAIN_S):
+                    return
+            self._disconnect_from(link, self._engine.backends.values())
 
     def _drop(self, link: Link, error: LLMException) -> None:
         if isinstance(error, LinkFailed) and link.state in (LinkState.PROBING, LinkState.PROBED):
@@ -324,14 +347,18 @@ class LinkManager:
             level = logging.INFO if link.peer_is_finalizing else logging.WARNING
             logger.log(level, "the link to cluster %d is gone: %s", link.peer.cluster_id, error)
             self._on_link_lost(link.peer.cluster_id, error)
+        self._end_greeting(link)
 
     def _disconnect(self, link: Link) -> None:
         """Take it out of the backends."""
         self.fences.link_ends(link)
         self._processes.forget(link)
-        for backend in self._engine.backends.values():
+        self._disconnect_from(link, self._engine.backends.values())
+
+    def _disconnect_from(self, link: Link, backends: Collection[Backend]) -> None:
+        for backend in backends:
             backend.disconnect(link.link_id)
-        self.fences.link_disconnected()
+        self.fences.link_disconnected(link, backends)
 
     # -- the end of links
 
@@ -367,6 +394,10 @@ class LinkManager:
         services = self._services
         for workers in (self._accepting, services.executor, services.ending, services.revoking):
             workers.shutdown(wait=False, cancel_futures=True)
+
+
+def _unexpected(error: BaseException) -> LLMException:
+    return LLMException(f"making the link failed unexpectedly: {type(error).__name__}: {error}")
 
 
 def _pause_s(attempt: int) -> float:

@@ -123,6 +123,14 @@ class Partings:
         """The peer asked to part (executor): our transfers end first, then our end is cleaned."""
         with self._lock:
             self._answering.add(link)
+        try:
+            self._answer_unlink(link)
+        finally:
+            with self._lock:
+                self._answering.discard(link)
+                self._answered.notify_all()
+
+    def _answer_unlink(self, link: Link) -> None:
         link.wait_idle(Deadline.after(UNLINK_WAIT_S))
         cluster_id = link.peer.cluster_id
         reason: LLMException = ClosedError(f"cluster {cluster_id} unlinked")
@@ -138,9 +146,6 @@ class Partings:
         except LLMException as error:
             logger.debug("the unlink could not be confirmed: %s", error)
         link.close(reason)
-        with self._lock:
-            self._answering.discard(link)
-            self._answered.notify_all()
 
     # -- when this end is finalized
 

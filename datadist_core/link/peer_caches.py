@@ -96,14 +96,18 @@ class PeerCaches:
             return remote
 
     def await_end(self, remote: RemoteCache) -> None:
-        """Wait for what is running on a forgotten cache. TimedOut if that lasts."""
-        has_ended = remote.revoke(Deadline.after(REVOKE_WAIT_S))
-        with self._lock:
-            self._leaving.discard(remote)
-            if has_ended:
-                self._detach_unneeded(remote)
-        if not has_ended:
+        """Wait for what is running on a forgotten cache. TimedOut if that lasts; `let_go` is for the rest then."""
+        if not remote.revoke(Deadline.after(REVOKE_WAIT_S)):
             raise TimedOut(f"a transfer on cache {remote.cache_id} is still running")
+        self.let_go(remote)
+
+    def let_go(self, remote: RemoteCache) -> None:
+        """Detach a forgotten cache's regions once nothing is running on it, however late that is. Idempotent."""
+        remote.revoke(Deadline.never())
+        with self._lock:
+            if remote in self._leaving:
+                self._leaving.discard(remote)
+                self._detach_unneeded(remote)
 
     def _detach_unneeded(self, gone: RemoteCache) -> None:
         """With the lock held: a cache in the same memory may become known at any time, and relies on its regions."""
@@ -124,9 +128,10 @@ class PeerCaches:
             remote = self._caches.get(cache_id)
         if remote is None:
             raise CacheNotExist(f"cache {cache_id} was freed by its owner meanwhile")
-        for region in remote.info.regions:
-            if region.region_id not in remote.backend_of:
-                remote.backend_of[region.region_id] = self._attach(region, deadline)
+        with remote.hold():  # what is attached here is detached by the Revoke that waits for us
+            for region in remote.info.regions:
+                if region.region_id not in remote.backend_of:
+                    remote.backend_of[region.region_id] = self._attach(region, deadline)
         return remote
 
     def _attach(self, region: m.RegionInfo, deadline: Deadline) -> Backend:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -106,14 +106,20 @@ def probe_backends(
     initiator: bool,
     link_token: bytes,
     deadline: Deadline,
+    check_wanted: Callable[[], None] = lambda: None,
 ) -> ProbeResult:
-    """Connect and test every backend that both ends have open, in our order of preference."""
+    """Connect and test every backend that both ends have open, in our order of preference.
+
+    Args:
+        check_wanted: raises what makes it pointless to go on. What is connected by then stays.
+    """
     result = ProbeResult(rejected=dict(engine.unavailable))
     identities = {offer.name: offer.identity for offer in offers}
     for name, backend in engine.backends.items():
         if name not in identities:
             result.rejected[name] = "the peer does not offer it"
             continue
+        check_wanted()
         # One backend that hangs must not use up the time of the others.
         share = deadline.earlier(max(0.5, deadline.remaining_s() / 2))
         try:
@@ -122,6 +128,7 @@ def probe_backends(
             memory.read(engine, backend, peer_id, beacon, share)
         except LLMException as error:
             backend.disconnect(peer_id)
+            check_wanted()  # the link's end may have been the reason
             result.rejected[name] = str(error)
         else:
             result.usable.append(name)

@@ -52,16 +52,16 @@ class Workers(Executor):
         self._closed = False
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """RuntimeError after `shutdown`."""
+        """RuntimeError after `shutdown`, and if the system has no thread for it; then `fn` is never called."""
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
                 raise RuntimeError("these workers have been shut down")
-            self._jobs.put(_Job(future, partial(fn, *args, **kwargs)))
             if self._num_idle:
                 self._num_idle -= 1
             elif self._num_threads < self._max_threads:
                 self._start()
+            self._jobs.put(_Job(future, partial(fn, *args, **kwargs)))  # once it is sure that somebody comes to it
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:

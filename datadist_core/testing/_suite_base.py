@@ -53,7 +53,7 @@ class SuiteBase:
         return self.make_backend().capabilities()
 
     @contextmanager
-    def open_local(self, pool_bytes: int = 4 << 20) -> Iterator[BackendPair[LocalEnd]]:
+    def open_local(self, pool_bytes: int = 1 << 20) -> Iterator[BackendPair[LocalEnd]]:
         """Two ends of this process, not yet linked; checked and closed afterwards."""
         with self._skip_unreachable(), BackendPair.in_process(self.make_backend, pool_bytes, self.options) as pair:
             yield pair

@@ -133,6 +133,9 @@ class FaultyBackend(Backend):
         self._held.close()
         self._inner.close()
 
+    def listen(self, host: str) -> None:
+        self._inner.listen(host)
+
     def identity(self) -> bytes:
         return self._inner.identity()
 
@@ -142,6 +145,9 @@ class FaultyBackend(Backend):
     def disconnect(self, peer_id: int) -> None:
         self._held.end_peer(peer_id)
         self._inner.disconnect(peer_id)
+
+    def is_fenced(self, peer_id: int) -> bool:
+        return self._inner.is_fenced(peer_id)
 
     def register(self, region: Region) -> bytes | None:
         return self._inner.register(region)

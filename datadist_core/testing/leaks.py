@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 
 from ..link.process import this_process
-from .parallel import eventually
+from .parallel import WAIT_S, eventually
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class _Held:
 
 
 @contextlib.contextmanager
-def nothing_left_behind(timeout_s: float = 10.0) -> Iterator[None]:
+def nothing_left_behind(timeout_s: float = WAIT_S) -> Iterator[None]:
     """Raise AssertionError if more files, threads or pool mappings exist after the block than before it.
 
     What ends by itself within `timeout_s` after the block is not counted.

@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 
 from ..errors import TimedOut
 from .parallel import eventually
+from .ports import free_port
 from .soak_end import FIXED, EndSetup, Holdings, RemoteEnd, StreamCounts
 
 NUM_STREAM_THREADS = 3
 DEADLINE_S = 2.0
 #: How long after its deadline a transfer may end: what the engine grants a backend, and a busy machine.
-LATE_S = 20.0
-SETTLE_S = 30.0
+LATE_S = 40.0
+SETTLE_S = 60.0
 ACTIONS = ("stop", "stop", "stop", "long stop", "kill", "both", "calm")
 #: Heartbeats short enough that stops of a second or two cost the link.
 HEARTBEAT_MS = 400
@@ -70,8 +71,8 @@ class Soak:
         self._report = SoakReport()
         options = {"heartbeat_interval": HEARTBEAT_MS}
         self._ends = {
-            "P": RemoteEnd(EndSetup(1, seed, backend, "127.0.0.1:0", options=options)),
-            "D": RemoteEnd(EndSetup(2, seed + 1, backend, "127.0.0.1:0", options=options)),
+            "P": RemoteEnd(EndSetup(1, seed, backend, f"127.0.0.1:{free_port()}", options=options)),
+            "D": RemoteEnd(EndSetup(2, seed + 1, backend, f"127.0.0.1:{free_port()}", options=options)),
         }
 
     def __enter__(self) -> Soak:
@@ -83,8 +84,7 @@ class Soak:
 
     def run(self, seconds: float) -> SoakReport:
         """Warm up, disturb for `seconds`, settle, compare."""
-        self._warm_up()
-        before = {name: end.do("holdings") for name, end in self._ends.items()}
+        before = self._warm_up()
         for name in self._ends:
             self._stream(name)
         until_s = time.monotonic() + seconds
@@ -99,13 +99,25 @@ class Soak:
         self._check_holdings(before)
         return self._report
 
-    def _warm_up(self) -> None:
+    def _warm_up(self) -> dict[str, Holdings]:
+        """What both hold when they are linked and have served each other."""
         self._ends["D"].link(self._ends["P"])
         for name in self._ends:
             self._stream(name)
         self._pause(0.3, 0.3)
         for name in self._ends:
             self._end_stream(name)
+        before: dict[str, Holdings] = {}
+
+        def are_linked() -> bool:  # a machine that lets only one of them run costs the link
+            p, d = self._ends["P"], self._ends["D"]
+            served = _serves(d, p) and _serves(p, d)
+            before.update({name: end.do("holdings") for name, end in self._ends.items()})
+            return served and all(held.num_links == 1 for held in before.values())
+
+        if not eventually(are_linked, SETTLE_S):
+            raise TimedOut(f"the two ends do not serve each other within {SETTLE_S} s")
+        return before
 
     def _stream(self, name: str) -> None:
         peer = self._ends["D" if name == "P" else "P"]

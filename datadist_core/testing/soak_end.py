@@ -131,6 +131,8 @@ class SoakEnd:
         self._tensors: list[Words] = self._cache.numpy()
         for tensor, block in ((t, b) for t in range(NUM_TENSORS) for b in FIXED):
             self._tensors[tensor][block] = content(setup.seed, tensor, block, setup.block_bytes // 4)
+        if setup.listen is not None:  # and not before there is something to pull
+            self._end.switch_role(LLMRole.MIX, {"listen_ip_info": setup.listen})
         self._stream: _Stream | None = None
         self._hogged: list[int] = []
 
@@ -142,23 +144,27 @@ class SoakEnd:
 
     # -- one thing at a time
 
-    def link(self, peer: PeerPlace, timeout_ms: int = 10_000) -> tuple[str, str]:
+    def link(self, peer: PeerPlace, timeout_ms: int = 30_000) -> tuple[str, str]:
         """Status, and the reason of a failure."""
         _, [status] = self._end.link_clusters([_info(peer)], timeout=timeout_ms)
-        return status.name, str(self._end.link_failure(peer.cluster_id))
+        return status.name, self.link_failure(peer)
+
+    def link_failure(self, peer: PeerPlace) -> str:
+        """Why the last attempt to link has failed; "None" if it has not."""
+        return str(self._end.link_failure(peer.cluster_id))
 
     def is_linked(self, peer: PeerPlace) -> bool:
         link = self._end._open().links.peek(peer.cluster_id)
         return link is not None and link.is_up
 
     def unlink(self, peer: PeerPlace, force: bool = False) -> str:
-        return self._end.unlink_clusters([_info(peer)], timeout=5000, force=force)[1][0].name
+        return self._end.unlink_clusters([_info(peer)], timeout=30_000, force=force)[1][0].name
 
-    def pull(self, peer: PeerPlace, blocks: list[int], deadline_s: float = 10.0) -> str:
+    def pull(self, peer: PeerPlace, blocks: list[int], deadline_s: float = 30.0) -> str:
         """Pull these FIXED blocks into SCRATCH and compare. The status it ended with, or "WRONG BYTES"."""
         return self._status(lambda: self._pull(peer, blocks, [SCRATCH[i] for i in range(len(blocks))], deadline_s))
 
-    def push(self, peer: PeerPlace, slot: int, deadline_s: float = 10.0) -> str:
+    def push(self, peer: PeerPlace, slot: int, deadline_s: float = 30.0) -> str:
         """Push a block that never was before into a slot of the peer, pull it back and compare."""
         return self._status(lambda: self._push(peer, slot, deadline_s))
 
@@ -358,8 +364,6 @@ def _config(setup: EndSetup) -> LLMConfig:
     config.enable_cache_manager = True
     config.transfer_backend = setup.backend
     config.host_mem_pool_cfg = json.dumps({"memory_size": setup.pool_bytes})
-    if setup.listen is not None:
-        config.listen_ip_info = setup.listen
     for name, value in setup.options.items():
         setattr(config, name, value)
     return config

@@ -90,12 +90,12 @@ REGISTER_SERVICE = Callee(
 CALL = Callee(
     "LLMDataDist.call",
     lambda w: w.decoder.call,
-    lambda w: {"remote_cluster_id": w.prompt.cluster_id, "name": "echo", "body": b"x", "timeout_s": 5.0},
+    lambda w: {"remote_cluster_id": w.prompt.cluster_id, "name": "echo", "body": b"x", "timeout_s": 30.0},
 )
 FIND_CLUSTER = Callee(
     "LLMDataDist.find_cluster",
     lambda w: w.decoder.find_cluster,
-    lambda w: {"host": "127.0.0.1", "port": w.lone.listen_address.port, "timeout_s": 5.0},
+    lambda w: {"host": "127.0.0.1", "port": w.lone.listen_address.port, "timeout_s": 30.0},
 )
 WAIT_FENCED = Callee(
     "LLMDataDist.wait_fenced",

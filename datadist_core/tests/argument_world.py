@@ -31,7 +31,7 @@ from datadist_core import (
     LLMStatusCode,
     Placement,
 )
-from datadist_core.tests.core_ends import cluster_info, config, must_link
+from datadist_core.tests.core_ends import LINK_MS, cluster_info, config, must_link
 
 NUM_TENSORS = 4
 NUM_BLOCKS = 16
@@ -176,7 +176,7 @@ class World:
         """Link to `lone`, use the link and end it."""
         must_link(self.decoder, self.lone)
         self.decoder.check_link_status(self.lone.cluster_id)
-        overall, _ = self.decoder.unlink_clusters([cluster_info(self.lone)])
+        overall, _ = self.decoder.unlink_clusters([cluster_info(self.lone)], timeout=LINK_MS)
         assert overall is LLMStatusCode.LLM_SUCCESS
 
     def finalize(self) -> None:

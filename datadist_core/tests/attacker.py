@@ -13,7 +13,7 @@ from datadist_core.security import Security
 from datadist_core.wire import messages as m
 from datadist_core.wire.codec import MAX_MESSAGE_BYTES, PREAMBLE, FrameDecoder, encode
 
-BOUND_S = 20.0
+BOUND_S = 40.0
 GRID = m.GridInfo(1, 2, 0, 64, 64, 1)
 BEACON = m.Beacon(GRID, m.RegionInfo(2, 4096, {"tcp": b""}), b"x" * 64)
 

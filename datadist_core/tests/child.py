@@ -12,7 +12,7 @@ import numpy as np
 
 from datadist_core import BlocksCacheKey, LLMDataDist, LLMRole
 from datadist_core.testing.remote import forkserver_context
-from datadist_core.tests.core_ends import config, desc, fill, manager, remote_info
+from datadist_core.tests.core_ends import LINK_MS, config, desc, fill, manager, remote_info
 
 ANSWER_TIMEOUT_S = 60
 _spawn = forkserver_context()
@@ -91,13 +91,13 @@ class _Commands:
         self.caches[0] = cache
 
     def link(self, cluster_id: int, host: str, port: int) -> list[str]:
-        _, each = self.end.link_clusters([remote_info(cluster_id, host, port)], timeout=10_000)
+        _, each = self.end.link_clusters([remote_info(cluster_id, host, port)], timeout=LINK_MS)
         return [each[0].name, str(self.end.link_failure(cluster_id))]
 
     def link_info(self, cluster_id: int):
         return self.end.link_info(cluster_id)
 
-    def pull(self, cluster_id: int, src: list[int], dst: list[int], deadline_s: float = 10) -> list[np.ndarray]:
+    def pull(self, cluster_id: int, src: list[int], dst: list[int], deadline_s: float = 30) -> list[np.ndarray]:
         manager(self.end).pull_blocks(BlocksCacheKey(cluster_id), self.caches[0], src, dst, deadline_s=deadline_s)
         return [tensor[dst].copy() for tensor in self.caches[0].numpy()]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from datadist_core.tests import patience as patience  # sets limits
 from datadist_core.tests.flow_checks import V1_AND_V2, Processes, linked_pair
 
 

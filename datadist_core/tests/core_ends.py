@@ -21,12 +21,13 @@ from datadist_core import (
     LLMStatusCode,
     Placement,
 )
+from datadist_core.tests.patience import LINK_MS
 
 POOL_BYTES = 64 << 20
 _cluster_ids = itertools.count(1000)
 
 
-def config(backend: str = "auto", listen: str | None = None, v2: bool = True, timeout_ms: int = 5000) -> LLMConfig:
+def config(backend: str = "auto", listen: str | None = None, v2: bool = True, timeout_ms: int = LINK_MS) -> LLMConfig:
     made = LLMConfig()
     made.transfer_backend = backend
     made.enable_cache_manager = v2
@@ -63,7 +64,7 @@ def remote_info(cluster_id: int, host: str, port: int) -> LLMClusterInfo:
     return info
 
 
-def must_link(client: LLMDataDist, *servers: LLMDataDist, timeout: int = 10_000) -> None:
+def must_link(client: LLMDataDist, *servers: LLMDataDist, timeout: int = LINK_MS) -> None:
     overall, each = client.link_clusters([cluster_info(s) for s in servers], timeout=timeout)
     assert overall is LLMStatusCode.LLM_SUCCESS, (each, [client.link_failure(s.cluster_id) for s in servers])
 

@@ -109,7 +109,7 @@ class FlippingRelay:
         with suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._port), timeout=10)
+                far = socket.create_connection(("127.0.0.1", self._port), timeout=30)
                 far.settimeout(None)
                 self._sockets += [near, far]
                 self._start(self._pump, near, far)

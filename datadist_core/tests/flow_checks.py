@@ -86,10 +86,12 @@ def opened(processes: Processes, way: Way, count: int) -> Iterator[list[Terminal
 
 
 @contextmanager
-def linked_pair(processes: Processes, way: Way, **options: Any) -> Iterator[tuple[Terminal, Terminal]]:
+def linked_pair(
+    processes: Processes, way: Way, listen: str = "127.0.0.1:0", **options: Any
+) -> Iterator[tuple[Terminal, Terminal]]:
     """(P, D): P listens, D has linked to it. Their scripts know the cluster ids as P and D."""
     with opened(processes, way, 2) as (prompt, decoder):
-        start_prompt(prompt, way, **options)
+        start_prompt(prompt, way, listen=listen, **options)
         start_decoder(decoder, way, **options)
         introduce(P=prompt, D=decoder)
         assert decoder.link(prompt) == (OK, [OK])
@@ -134,7 +136,7 @@ def refused(
     assert caught.value.status_code in allowed, caught.value
 
 
-def eventually(condition: Callable[[], Any], what: str, seconds: float = 10) -> None:
+def eventually(condition: Callable[[], Any], what: str, seconds: float = 40) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s: {what}"

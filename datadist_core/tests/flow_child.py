@@ -29,6 +29,7 @@ import numpy as np
 from datadist_core import LLMRole, LLMStatusCode
 from datadist_core.testing.parallel import eventually
 from datadist_core.testing.remote import forkserver_context
+from datadist_core.tests import patience as patience  # sets limits
 
 ANSWER_TIMEOUT_S = 60
 POOL_BYTES = 16 << 20
@@ -74,7 +75,7 @@ def blocks(key=None, num_tensors=4, shape=(16, 512), placement=Placement.DEVICE)
 START = f"""
 config = LLMConfig()
 config.device_id = 0
-config.sync_kv_timeout = 10000
+config.sync_kv_timeout = 30000
 config.transfer_backend = backend
 config.host_mem_pool_cfg = '{{"memory_size": {POOL_BYTES}}}'
 if v2:
@@ -190,7 +191,7 @@ class Terminal:
         return self.run(LINK, addresses=_addresses(others))
 
     def unlink(self, *others: Terminal, **how: Any) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        return self.run(UNLINK, addresses=_addresses(others), how=how)
+        return self.run(UNLINK, addresses=_addresses(others), how={"timeout": 30_000, **how})
 
     def close(self) -> None:
         if self.process.alive:
@@ -198,7 +199,7 @@ class Terminal:
             self.finish()
 
 
-LINK = "datadist.link_clusters([cluster(*address) for address in addresses], timeout=10000)"
+LINK = "datadist.link_clusters([cluster(*address) for address in addresses], timeout=30000)"
 UNLINK = "datadist.unlink_clusters([cluster(*address) for address in addresses], **how)"
 
 

@@ -83,6 +83,6 @@ def run_under_a_jumping_clock(run: Callable[[], None], folder: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     assert done.stdout == "right\n", done.stderr

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ import numpy as np
 from datadist_core import BlocksCacheKey, LLMDataDist, LLMRole
 from datadist_core.testing.lossy_network import in_namespace
 from datadist_core.testing.remote import RemoteObject
-from datadist_core.tests.core_ends import config, filled_cache, manager, remote_info
+from datadist_core.tests.core_ends import LINK_MS, config, filled_cache, manager, remote_info
 
 ANSWER_TIMEOUT_S = 60.0
 
@@ -45,7 +45,7 @@ class LiveEnd:
         assert address is not None
         return address.host, address.port
 
-    def link(self, cluster_id: int, host: str, port: int, timeout_ms: int = 10_000) -> tuple[str, str]:
+    def link(self, cluster_id: int, host: str, port: int, timeout_ms: int = LINK_MS) -> tuple[str, str]:
         _, each = self.end.link_clusters([remote_info(cluster_id, host, port)], timeout=timeout_ms)
         return each[0].name, str(self.end.link_failure(cluster_id))
 
@@ -76,9 +76,10 @@ class LiveEnd:
                 signal.pause()
         return pid
 
-    def hang(self, seconds: float) -> None:
-        """Let no other Python thread of this process run, as a library that keeps the interpreter lock does."""
-        threading.Thread(target=hold_interpreter, args=(seconds,), name="datadist-test-hang", daemon=True).start()
+    def hang(self, path: str) -> None:
+        """Let no Python thread run, as a library that keeps the interpreter lock does, until that file is unlocked."""
+        with open(path) as file:
+            ctypes.PyDLL(None).flock(file.fileno(), fcntl.LOCK_EX)
 
     def be_patient(self) -> None:
         """Give nobody up for being silent."""

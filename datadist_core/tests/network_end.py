@@ -15,7 +15,7 @@ from datadist_core import BlocksCacheKey, LLMConfig, LLMDataDist, LLMException, 
 from datadist_core.testing.lossy_network import in_namespace
 from datadist_core.testing.parallel import require_all
 from datadist_core.testing.remote import RemoteObject
-from datadist_core.tests.core_ends import desc, filled_cache, manager, remote_info
+from datadist_core.tests.core_ends import LINK_MS, desc, filled_cache, manager, remote_info
 
 ANSWER_TIMEOUT_S = 90.0
 NUM_TENSORS = 2
@@ -58,14 +58,14 @@ class NetworkEnd:
         assert address is not None
         return address.port
 
-    def link(self, cluster_id: int, host: str, port: int, timeout_ms: int = 20_000) -> tuple[str, str]:
+    def link(self, cluster_id: int, host: str, port: int, timeout_ms: int = LINK_MS) -> tuple[str, str]:
         """Status, and the reason of a failure."""
         _, each = self.end.link_clusters([remote_info(cluster_id, host, port)], timeout=timeout_ms)
         return each[0].name, str(self.end.link_failure(cluster_id))
 
     def forget(self, cluster_id: int, host: str, port: int) -> str:
         """Forced unlink: does not need the peer."""
-        _, each = self.end.unlink_clusters([remote_info(cluster_id, host, port)], timeout=5000, force=True)
+        _, each = self.end.unlink_clusters([remote_info(cluster_id, host, port)], timeout=LINK_MS, force=True)
         return each[0].name
 
     def move(self, peer_id: int, move: Move, deadline_s: float) -> None:

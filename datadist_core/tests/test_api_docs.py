@@ -39,7 +39,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: Classes whose public attributes all have to say what they are.
 DESCRIBED = [getattr(datadist_core, name) for name in datadist_core.__all__] + [transfer.Backend]
-EXAMPLES_LIMIT_S = 60
+EXAMPLES_LIMIT_S = 200
 RUNNER = """
 import json, sys
 for page, code in json.load(sys.stdin).items():

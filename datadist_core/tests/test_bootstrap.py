@@ -146,7 +146,7 @@ def run_ci(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             (tmp_path / name).chmod(0o755)
         env = {key: value for key, value in os.environ.items() if key != "PYTHON"}
         env["PATH"] = f"{tmp_path}:{env['PATH']}"
-        return subprocess.run([ROOT / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run([ROOT / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=120)
 
     return run
 

@@ -259,7 +259,10 @@ def test_keys_and_ids_hold_what_they_should(backend: str) -> None:
             owner, peer = p, d
 
         run_state_machine_as_test(
-            OfThese, settings=settings(max_examples=50, stateful_step_count=30, deadline=None, database=None)
+            OfThese,
+            settings=settings(
+                max_examples=settings.default.max_examples // 2, stateful_step_count=30, deadline=None, database=None
+            ),
         )
 
 

@@ -40,6 +40,7 @@ from datadist_core.errors import CacheNotExist, LinkFailed, ParamInvalid, Protoc
 from datadist_core.link.remote import RemoteCache
 from datadist_core.memory.live import live_ranges
 from datadist_core.tests.core_ends import (
+    LINK_MS,
     cluster_info,
     filled_cache,
     linked,
@@ -312,7 +313,7 @@ def test_a_pull_that_has_ended_drops_no_key_of_a_peer_that_has_come_back() -> No
             consume = peer_caches.consume
 
             def consume_late(*args: Any) -> None:
-                assert d.unlink_clusters([cluster_info(old)], force=True)[0] is OK
+                assert d.unlink_clusters([cluster_info(old)], timeout=LINK_MS, force=True)[0] is OK
                 must_link(d, new)
                 consume(*args)
 
@@ -561,7 +562,11 @@ def test_more_handlers_free_caches_at_both_ends_than_there_are_threads_for_handl
         for cache in caches[peer]:
             assert pull(end, CacheKeyByIdAndIndex(peer.cluster_id, cache.cache_id), into[end]) is not None
     with together(
-        *(partial(e.call, o.cluster_id, "free", bytes([i]), 10) for e, o in (pair, pair[::-1]) for i in range(many))
+        *(
+            partial(e.call, o.cluster_id, "free", bytes([i]), HANGS_S)
+            for e, o in (pair, pair[::-1])
+            for i in range(many)
+        )
     ):
         pass
     for end, peer in (pair, pair[::-1]):

@@ -24,10 +24,13 @@ from datadist_core.testing.parallel import eventually
 from datadist_core.testing.ports import free_port
 from datadist_core.testing.remote import RemoteObject
 from datadist_core.testing.soak_end import FIXED, EndSetup, Holdings, PeerPlace, RemoteEnd
-from datadist_core.tests.core_ends import make_end, remote_info
+from datadist_core.tests.core_ends import LINK_MS, make_end, remote_info
 
 P, D = 1, 2
-HEARTBEAT = {"heartbeat_interval": 500}
+HEARTBEAT = {"heartbeat_interval": 10_000}
+"""Nobody is given up here because a busy machine does not let it run: what ends here closes its connections."""
+BUSY_S = 20.0
+"""What a busy machine may add to what is promised."""
 FAILS = {"LLM_LINK_FAILED", "LLM_NOT_YET_LINK", "LLM_TIMEOUT"}
 StartEnd = Callable[..., RemoteEnd]
 
@@ -52,19 +55,21 @@ def must_serve(own: RemoteEnd, peer: RemoteEnd) -> None:
 
 
 def must_hold_no_more(end: RemoteEnd, before: Holdings) -> None:
-    assert eventually(lambda: not end.do("holdings").beyond(before), 20), end.do("holdings").beyond(before)
+    assert eventually(lambda: not end.do("holdings").beyond(before), 60), end.do("holdings").beyond(before)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "backend"), [("P", "tcp"), ("D", "auto")])
 def test_b15_b17_ten_kills_and_restarts_at_the_same_port(start: StartEnd, backend: str, victim: str) -> None:
     """B15: P is killed, D lives on. B17: D is killed, P lives on and keeps nothing of it."""
-    mortal, survivor = start(P, 1, backend, "127.0.0.1:0"), start(D, 2, backend, "127.0.0.1:0")
+    mortal, survivor = start(P, 1, backend, f"127.0.0.1:{free_port()}"), start(D, 2, backend, "127.0.0.1:0")
     dialler, listener = (survivor, mortal) if victim == "P" else (mortal, survivor)
     dialler.link(listener)
     survivor.do("start_stream", mortal.place, 3, 2.0)
     threading.Event().wait(0.3)
-    survivor.do("stop_stream", 20.0)
+    survivor.do("stop_stream", 50.0)
+    must_serve(survivor, mortal)
+    must_serve(mortal, survivor)
     before, pid = survivor.do("holdings"), survivor.pid
     for cycle in range(10):
         during = cycle % 2 == 0
@@ -74,7 +79,7 @@ def test_b15_b17_ten_kills_and_restarts_at_the_same_port(start: StartEnd, backen
         mortal.kill()
         mortal = again(start, mortal)
         if during:
-            counts = survivor.do("stop_stream", 20.0)
+            counts = survivor.do("stop_stream", 50.0)
             assert counts.wrong == []
             assert set(counts.failed) <= FAILS, counts
         dialler = survivor if victim == "P" else mortal
@@ -94,7 +99,7 @@ def test_b17_a_killed_peer_is_forgotten_without_a_new_one(start: StartEnd) -> No
         mortal.link(survivor)
         must_serve(mortal, survivor)
         mortal.kill()
-        assert eventually(lambda: survivor.do("holdings").num_links == 0, 10)
+        assert eventually(lambda: survivor.do("holdings").num_links == 0)
         before = before or survivor.do("holdings")  # after the first one all threads that stay have been started
     must_hold_no_more(survivor, before)
 
@@ -114,15 +119,15 @@ def test_b17_a_link_that_ends_while_it_is_entered_leaves_no_descriptor(
 
         def watch_too_late(link: Link) -> None:
             link.close(PeerLost("the link ends now"))
-            assert forgotten.wait(20)
+            assert forgotten.wait(30)
             watch(link)
             assert processes.num_watched() == 1, "the peer's process cannot be watched here: this shows nothing"
 
         monkeypatch.setattr(processes, "forget", forget_and_say)
         monkeypatch.setattr(processes, "watch", watch_too_late)
-        end.link_clusters([remote_info(P, p.place.host, p.place.port)], timeout=5000)
-        assert eventually(lambda: processes.num_watched() == 0, 10)
-        assert eventually(lambda: not processes._pidfds, 10)
+        end.link_clusters([remote_info(P, p.place.host, p.place.port)], timeout=LINK_MS)
+        assert eventually(lambda: processes.num_watched() == 0)
+        assert eventually(lambda: not processes._pidfds)
 
 
 @pytest.mark.parametrize("dialler", ["this end", "the peer"])
@@ -145,7 +150,7 @@ def test_b17_a_link_that_ends_while_its_backends_are_connected_leaves_nothing(
             disconnected.clear()
             [link] = list(links._unfinished)
             link.close(PeerLost("the link ends now"))
-            assert disconnected.wait(20)
+            assert disconnected.wait(30)
             connect(peer_id, *args, **kwargs)
             connected.set()
 
@@ -153,11 +158,11 @@ def test_b17_a_link_that_ends_while_its_backends_are_connected_leaves_nothing(
         monkeypatch.setattr(cma, "connect", connect_too_late)
         place = PeerPlace(end.cluster_id, "127.0.0.1", end.listen_address.port, 0)
         if dialler == "this end":
-            end.link_clusters([remote_info(P, p.place.host, p.place.port)], timeout=5000)
+            end.link_clusters([remote_info(P, p.place.host, p.place.port)], timeout=LINK_MS)
         else:
             p.do("link", place)
-        assert connected.wait(20), "it was never connected: this shows nothing"
-        assert eventually(lambda: not cma._links, 10)
+        assert connected.wait(30), "it was never connected: this shows nothing"
+        assert eventually(lambda: not cma._links)
 
 
 # --- a network that goes and comes back -----------------------------------------------------------------------------
@@ -229,13 +234,16 @@ def test_b18_a_cut_of_three_seconds_is_over_by_itself(start: StartEnd) -> None:
     tcp = json.dumps({"tcp": {"port": data_port, "advertise_host": RELAY}})
     with ExitStack() as stack:
         p = stack.enter_context(
-            RemoteEnd(EndSetup(P, 1, "tcp", "127.0.0.1:0", options={**HEARTBEAT, "global_resource_config": tcp}))
+            RemoteEnd(
+                EndSetup(P, 1, "tcp", f"127.0.0.1:{free_port()}", options={**HEARTBEAT, "global_resource_config": tcp})
+            )
         )
         relay = RemoteObject(Relay, ([p.place.port, data_port],), 30.0, forkserver=True)
         stack.callback(relay.kill)
         d = start(D, 2, "tcp")
         through = PeerPlace(P, RELAY, p.place.port, 1)
         assert d.do("link", through)[0] == "LLM_SUCCESS"
+        assert d.do("pull", through, list(FIXED)) == d.do("push", through, 20) == "LLM_SUCCESS"
         d.do("start_stream", through, 2, 2.0)
         threading.Event().wait(0.2)
         before = d.do("holdings")
@@ -243,8 +251,8 @@ def test_b18_a_cut_of_three_seconds_is_over_by_itself(start: StartEnd) -> None:
         threading.Event().wait(3.0)
         assert not d.do("is_linked", through)
         relay.call("cut", False)
-        assert eventually(lambda: d.do("is_linked", through), 10)
-        counts = d.do("stop_stream", 20.0)
+        assert eventually(lambda: d.do("is_linked", through), 10 + BUSY_S)
+        counts = d.do("stop_stream", 50.0)
         assert counts.wrong == []
         assert d.do("pull", through, list(FIXED)) == "LLM_SUCCESS"
         assert counts.good > 0

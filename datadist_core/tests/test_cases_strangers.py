@@ -22,13 +22,15 @@ from pathlib import Path
 import pytest
 
 from datadist_core import LLMDataDist
+from datadist_core.backends import _tcp_accept
 from datadist_core.testing.leaks import nothing_left_behind
 from datadist_core.tests.core_ends import filled_cache, linked, make_end, manager, must_link, remote_info
+from datadist_core.wire import gate
 from datadist_core.wire.codec import MAGIC, PREAMBLE
 from datadist_core.wire.messages import PROTOCOL_VERSION
 
-SOON_S = 5.0
-"""Long before the 30 s that the calls here would wait for an answer."""
+SOON_S, LATER_S = 30.0, 200.0
+"""Long before the time for which the calls here, and whoever is called, would wait for more."""
 
 
 def _preamble(version: int) -> bytes:
@@ -69,7 +71,7 @@ def impostor(says: bytes) -> Iterator[int]:
         thread.start()
         yield server.getsockname()[1]
         server.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
+        thread.join(SOON_S)
     for sock in accepted:
         sock.close()
 
@@ -80,6 +82,13 @@ def no_log() -> Iterator[None]:
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is shown the door because it has taken too long."""
+    monkeypatch.setattr(gate, "HELLO_TIMEOUT_S", LATER_S)
+    monkeypatch.setattr(_tcp_accept, "HELLO_TIMEOUT_S", LATER_S)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,7 +102,7 @@ def everything_started_once() -> None:
 def test_b37_a_link_to_a_foreign_peer_fails_at_once_and_says_why(kind: str) -> None:
     with nothing_left_behind(), make_end() as end, impostor(FOREIGN[kind]) as port:
         begun_s = time.monotonic()
-        overall, _ = end.link_clusters([remote_info(77, "127.0.0.1", port)], timeout=30_000)
+        overall, _ = end.link_clusters([remote_info(77, "127.0.0.1", port)], timeout=int(LATER_S * 1000))
         assert time.monotonic() - begun_s < SOON_S
         assert overall.name in ("LLM_LINK_FAILED", "LLM_SUSPECT_REMOTE_ERROR")
         assert re.search(NAMED[kind], str(end.link_failure(77)))
@@ -152,7 +161,7 @@ def test_b39_a_pickle_is_refused_and_never_loaded(tmp_path: Path, protocol: int)
                         sock.shutdown(socket.SHUT_WR)
                     assert _is_closed(sock)
         p.register_service("echo", lambda _, body: body)
-        assert d.call(p.cluster_id, "echo", payload, 10.0) == payload
+        assert d.call(p.cluster_id, "echo", payload, SOON_S) == payload
         cache = filled_cache(p, 1)
         d.check_link_status(p.cluster_id)
         manager(p).deallocate_blocks_cache(cache)

@@ -52,7 +52,7 @@ from datadist_core.testing.leaks import nothing_left_behind
 from datadist_core.testing.pair import A_KNOWS_B_AS, B_KNOWS_A_AS, BackendPair
 from datadist_core.testing.parallel import eventually, run_all
 from datadist_core.tests.child import Child
-from datadist_core.tests.core_ends import desc, filled_cache, linked, make_end, manager, plain_cache
+from datadist_core.tests.core_ends import LINK_MS, desc, filled_cache, linked, make_end, manager, plain_cache
 from datadist_core.transfer.backend import Completion, CompletionStatus
 from datadist_core.transfer.plan import Op
 from datadist_core.types import Deadline, LLMStatusCode, Placement
@@ -264,6 +264,10 @@ class TestRemoteCopy:
 
 def test_other_threads_run_during_a_copy() -> None:
     """Another thread sees the first range copied and the last one not: possible only if the GIL is released."""
+    assert any(_seen_by_another_thread() for _ in range(10)), "on a busy machine the other one need not run in time"
+
+
+def _seen_by_another_thread() -> bool:
     memory = OwnMemory(1 << 20)
     memory.there[:] = 1
     num_repeats, flags = 512, np.zeros(2, dtype=np.uint8)
@@ -279,8 +283,8 @@ def test_other_threads_run_during_a_copy() -> None:
     while copier.is_alive():
         seen.add(flags.tobytes())
     copier.join()
-    assert b"\x01\x00" in seen
     assert flags.all()
+    return b"\x01\x00" in seen
 
 
 class TestUserMemory:
@@ -308,7 +312,7 @@ class TestUserMemory:
                 desc(), [tensor.ctypes.data for tensor in memory], BlocksCacheKey(decoder.cluster_id), True
             )
             prompt.do("fill", 4)
-            overall, _ = decoder.link_clusters([prompt.info()], timeout=10_000)
+            overall, _ = decoder.link_clusters([prompt.info()], timeout=LINK_MS)
             assert overall is LLMStatusCode.LLM_SUCCESS
             prompt.do("push", decoder.cluster_id, [1, 2], [9, 4])
             np.testing.assert_array_equal(memory[:, [9, 4]], prompt.do("read", [1, 2]))
@@ -318,7 +322,7 @@ class TestUserMemory:
     def test_auto_takes_shm_for_the_pool(self) -> None:
         with Child(cluster_id=1, backend="auto", listen="127.0.0.1:0") as prompt, make_end() as decoder:
             prompt.do("fill", 4)
-            overall, _ = decoder.link_clusters([prompt.info()], timeout=10_000)
+            overall, _ = decoder.link_clusters([prompt.info()], timeout=LINK_MS)
             assert overall is LLMStatusCode.LLM_SUCCESS
             assert decoder.link_info(1).backends == ("shm", "cma", "tcp")
             report = manager(decoder).pull_blocks(BlocksCacheKey(1), plain_cache(decoder, 5), [1, 2], [3, 4])

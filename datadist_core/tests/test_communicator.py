@@ -23,7 +23,7 @@ from datadist_core import (
 )
 from datadist_core.link.rank_table import CommunicatorPlan, derived_port
 from datadist_core.testing.ports import free_port
-from datadist_core.tests.core_ends import cluster_info, config, make_end, must_link, remote_info
+from datadist_core.tests.core_ends import LINK_MS, cluster_info, config, make_end, must_link, remote_info
 from datadist_core.tests.member import Member
 
 OK, PREPARING, FAILED = RegisterMemStatus.OK, RegisterMemStatus.PREPARING, RegisterMemStatus.FAILED
@@ -181,7 +181,7 @@ def test_the_host_uses_the_port_of_the_table_and_ipv6_works():
     with ends(2) as members:
         comms = link_all(members, table=rank_table([0, 1], "::1", {0: port}))
         await_status(OK, *comms)
-        with socket.create_connection(("::1", port), timeout=5):
+        with socket.create_connection(("::1", port), timeout=BOUND_S):
             pass
 
 
@@ -192,7 +192,7 @@ def test_without_a_port_the_host_is_where_everybody_computes_it():
     with ends(2) as members:
         name = new_name()
         await_status(OK, *link_all(members, name))
-        with socket.create_connection(("127.0.0.1", derived_port(name, members[0].cluster_id)), timeout=5):
+        with socket.create_connection(("127.0.0.1", derived_port(name, members[0].cluster_id)), timeout=BOUND_S):
             pass
 
 
@@ -280,7 +280,7 @@ def test_unlink_clusters_breaks_the_communicator():
     with ends(2) as (host, member):
         comms = link_all([host, member])
         await_status(OK, *comms)
-        member.unlink_clusters([remote_info(host.cluster_id, "127.0.0.1", 1)])
+        member.unlink_clusters([remote_info(host.cluster_id, "127.0.0.1", 1)], timeout=LINK_MS)
         await_status(FAILED, *comms)
         unlink_all(comms)
 
@@ -583,9 +583,9 @@ def test_linked_by_rank_table_is_as_good_as_by_link_clusters():
     with make_end(listen="127.0.0.1:0") as host, make_end() as member:
         comms = link_all([host, member])
         await_status(OK, *comms)
-        assert member.link_clusters([cluster_info(host)])[1] == [LLMStatusCode.LLM_ALREADY_LINK]
+        assert member.link_clusters([cluster_info(host)], timeout=LINK_MS)[1] == [LLMStatusCode.LLM_ALREADY_LINK]
         host.register_service("echo", lambda cluster_id, body: body)
         with pytest.raises(LLMException, match="must not begin") as caught:
             host.register_service("datadist_core.communicator.join", lambda cluster_id, body: body)
         assert caught.value.status_code is INVALID
-        assert member.call(host.cluster_id, "echo", b"x", 5) == b"x"
+        assert member.call(host.cluster_id, "echo", b"x", BOUND_S) == b"x"

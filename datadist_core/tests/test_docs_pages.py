@@ -102,11 +102,11 @@ def test_a_script_runs_changed_and_unchanged(tmp_path: Path) -> None:
             process.stdout.readline()  # it listens
             done = python(folder, "run_here.py", "decoder.py")
             assert done.returncode == 0, done.stdout + done.stderr
-            process.communicate("\n", timeout=30)
+            process.communicate("\n", timeout=100)
             assert process.returncode == 0
         finally:
             process.kill()
-            process.wait(10)
+            process.wait(30)
 
 
 @pytest.mark.parametrize("page", PAGES)

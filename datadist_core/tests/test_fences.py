@@ -53,7 +53,7 @@ def stop_in_the_middle_of_a_push(owner: LLMDataDist, child: Child):
     [array] = cache.numpy()
     array[:] = 0
     child.start("push", owner.cluster_id, BLOCKS, BLOCKS)
-    assert eventually(lambda: array[:, 0].any() or array[:, -1].any(), 10)
+    assert eventually(lambda: array[:, 0].any() or array[:, -1].any())
     child.stop()
     return cache, array
 
@@ -81,7 +81,7 @@ def test_memory_is_not_given_away_while_a_stopped_peer_may_write_to_it(owner: LL
         manager(owner).allocate_blocks_cache(DESC)
     child.resume()
     finish(child)
-    assert eventually(lambda: used_bytes(owner) == before, 10)
+    assert eventually(lambda: used_bytes(owner) == before)
     manager(owner).deallocate_cache(manager(owner).allocate_blocks_cache(DESC))
 
 
@@ -93,7 +93,7 @@ def test_it_comes_back_when_the_stopped_peer_is_killed(owner: LLMDataDist, child
     manager(owner).deallocate_cache(cache)
     assert used_bytes(owner) > before
     child.kill()
-    assert eventually(lambda: used_bytes(owner) == before, 10)
+    assert eventually(lambda: used_bytes(owner) == before)
 
 
 @ONE_SIDED
@@ -107,7 +107,7 @@ def test_a_link_that_was_lost_before_counts_as_well(owner: LLMDataDist, child: C
     assert used_bytes(owner) > before
     child.resume()
     finish(child)
-    assert eventually(lambda: used_bytes(owner) == before, 10)
+    assert eventually(lambda: used_bytes(owner) == before)
 
 
 @pytest.mark.parametrize("backend", ["cma"])  # shm reaches memory of pools only
@@ -117,7 +117,7 @@ def test_the_callers_own_memory_is_the_callers_to_keep(owner: LLMDataDist, child
         DESC, [own.ctypes.data], BlocksCacheKey(owner.cluster_id), remote_accessible=True
     )
     child.start("push", owner.cluster_id, BLOCKS, BLOCKS)
-    assert eventually(lambda: own[0] or own[-1], 10)
+    assert eventually(lambda: own[0] or own[-1])
     child.stop()
     with pytest.raises(LLMException, match=f"cluster {CHILD_ID} may still write") as caught:
         manager(owner).unregister_cache(cache.cache_id)
@@ -133,10 +133,10 @@ def forced(owner: LLMDataDist, child: Child) -> None:
     owner.unlink_clusters([child.info()], timeout=1000, force=True)
 
 
-def wait_fenced(owner: LLMDataDist, timeout_s: float = 10) -> bool:
+def wait_fenced(owner: LLMDataDist, timeout_s: float = 30) -> bool:
     started_s = time.monotonic()
     is_fenced = owner.wait_fenced(CHILD_ID, timeout_s)
-    assert time.monotonic() - started_s < timeout_s + 5
+    assert time.monotonic() - started_s < timeout_s + 30
     return is_fenced
 
 
@@ -201,13 +201,13 @@ def test_over_tcp_a_pull_that_was_under_way_writes_no_more(owner: LLMDataDist, c
 
     pulling = threading.Thread(target=pull, name="datadist-test-pull", daemon=True)
     pulling.start()
-    assert eventually(lambda: array[:, 0].any() or failed.is_set() or not pulling.is_alive(), 10)
+    assert eventually(lambda: array[:, 0].any() or failed.is_set() or not pulling.is_alive())
     child.stop()
     forced(owner, child)
     assert wait_fenced(owner)
     before = array.copy()
     child.resume()
-    pulling.join(10)
+    pulling.join(30)
     assert not pulling.is_alive()
     np.testing.assert_array_equal(array, before)
 
@@ -234,7 +234,7 @@ def test_who_waits_is_told_when_the_end_is_finalized() -> None:
     thread = threading.Thread(target=wait, name="datadist-test-wait", daemon=True)
     thread.start()
     waiting.close()
-    thread.join(10)
+    thread.join(30)
     assert [type(one) for one in outcome] == [ClosedError]
 
 
@@ -259,7 +259,7 @@ def test_negative_control_without_fences_the_next_owner_is_overwritten(
         manager(owner).deallocate_cache(other)
         if written:
             return
-        assert eventually(lambda: gets_linked(owner, child), 10)
+        assert eventually(lambda: gets_linked(owner, child))
     pytest.fail("no stopped copy wrote to memory that had been given away")
 
 
@@ -279,7 +279,7 @@ def test_whoever_waits_for_fences_is_served_at_the_end() -> None:
     assert not done.is_set()
     waiting.close()
     assert done.is_set()
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 30
     while any(t.name == "datadist-fences" for t in threading.enumerate()) and time.monotonic() < end_s:
         time.sleep(0.01)
     assert not any(t.name == "datadist-fences" for t in threading.enumerate())

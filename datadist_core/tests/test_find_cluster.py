@@ -19,7 +19,7 @@ from datadist_core.testing.ports import free_port
 from datadist_core.tests.core_ends import config, linked, make_end, must_link
 from datadist_core.tests.pki import run_documented_commands, tls
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 def address_of(end: LLMDataDist) -> tuple[str, int]:
@@ -78,7 +78,7 @@ def listener(answer: bytes | None) -> Iterator[int]:
         thread.start()
         yield server.getsockname()[1]
         server.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
+        thread.join(WAIT_S)
         for sock in taken:
             sock.close()
 
@@ -94,7 +94,7 @@ def test_nobody_and_somebody_else_are_told_apart() -> None:
         started_s = time.monotonic()
         with listener(None) as port, pytest.raises(TimedOut, match=f"127.0.0.1:{port}"):
             client.find_cluster("127.0.0.1", port, 0.2)
-        assert time.monotonic() - started_s < 5
+        assert time.monotonic() - started_s < WAIT_S
         with pytest.raises(PeerLost, match=r"no-such-host\.invalid"):
             client.find_cluster("no-such-host.invalid", 1, WAIT_S)
 

@@ -209,7 +209,7 @@ for request in [*range(8), None]:
     if previous is not None:
         manager.copy_cache(main, stages[previous % 2], 7 - previous, 0, size=2048)
     if thread is not None:
-        thread.join(20)
+        thread.join(50)
     previous = request
 failures
 """
@@ -245,7 +245,7 @@ for request in range(9):
     if request:
         manager.copy_blocks(cache, {14 + (request - 1) % 2: [request - 1]})
     for thread in threads:
-        thread.join(20)
+        thread.join(50)
 failures
 """
 

@@ -13,6 +13,7 @@ from datadist_core.tests.flow_checks import (
     OK,
     Way,
     entry,
+    eventually,
     introduce,
     linked_pair,
     refused,
@@ -171,7 +172,7 @@ threads = [threading.Thread(target=pull, args=(range(i, 60, 4),), daemon=True) f
 for thread in threads:
     thread.start()
 for thread in threads:
-    thread.join(40)
+    thread.join(50)
 wrong, failures, [request for request, _ in gone]
 """
 
@@ -252,10 +253,21 @@ def test_a_pull_that_ran_out_of_time_leaves_the_link_usable(processes, way):
         with p.process.stopped():
             refused(d, S.LLM_TIMEOUT if way.v2 else S.LLM_WAIT_PROCESS_TIMEOUT, pull, i=cache_id)
         d.run("fill(cache, 3); datadist.check_link_status(P)")
-        d.run(pull, i=cache_id)
+        eventually(lambda: _is_in_time(d, pull, i=cache_id), "a pull is in time")
         same(d.run("memory(cache)"), with_entries(3, {2: 4}))
-        d.run("manager.pull_cache(CacheKey(P, 104), cache, 3)")
+        eventually(lambda: _is_in_time(d, "manager.pull_cache(CacheKey(P, 104), cache, 3)"), "a pull is in time")
         same(d.run("memory(cache)"), with_entries(3, {2: 4, 3: 4}))
+
+
+def _is_in_time(terminal, pull, **values):
+    """Whether it is done within its 300 ms, which on a busy machine it need not be."""
+    try:
+        terminal.run(pull, **values)
+    except Failed as failed:
+        if failed.status_code not in (S.LLM_TIMEOUT, S.LLM_WAIT_PROCESS_TIMEOUT):
+            raise
+        return False
+    return True
 
 
 # -- the caller's own memory

@@ -152,12 +152,17 @@ def test_memory_is_not_given_back_before_a_running_pull_has_ended() -> None:
             came.append(generations_in(mine, [1]))
 
         came: list[set[float]] = []
-        with in_thread(pull):
-            assert eventually(lambda: any(c._num_uses for c in remote_uses._caches.values()), WAIT_S)
-            manager(p).unregister_cache(owner.cache.cache_id)
-            for tensor in owner.memory.numpy():
-                tensor[:] = -1
-        assert took_s[0] >= held_s
+        for _ in range(10):  # on a busy machine it may be over before this thread sees it
+            came.clear()
+            with in_thread(pull):
+                assert eventually(lambda: came or any(c._num_uses for c in remote_uses._caches.values()), WAIT_S)
+                if came:
+                    continue
+                manager(p).unregister_cache(owner.cache.cache_id)
+                for tensor in owner.memory.numpy():
+                    tensor[:] = -1
+            break
+        assert took_s[-1] >= held_s
         assert came == [{1.0}]
 
 

@@ -122,7 +122,7 @@ def moved(runs: list[BlockRuns], there: np.ndarray, here: np.ndarray) -> None:
             here[: len(here) // size * size].reshape(-1, size)[call.local] = source[call.remote]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=settings.default.max_examples * 3 // 2, deadline=None)
 @given(range_lists(), st.sampled_from([(1,), (1, 64), (1, 16, 256), (512, 16, 1)]))
 def test_blocks_cover_the_ranges_exactly(ranges: CopyList, sizes: tuple[int, ...]) -> None:
     random = np.random.default_rng(1)
@@ -132,7 +132,7 @@ def test_blocks_cover_the_ranges_exactly(ranges: CopyList, sizes: tuple[int, ...
     assert np.array_equal(here, want)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(range_lists(), range_lists(unit=16), st.sampled_from([(1, 64), (16, 256), (64,), (16,)]))
 def test_staged_ranges_are_the_same_bytes(reads: CopyList, writes: CopyList, sizes: tuple[int, ...]) -> None:
     """Through a buffer that is far too small for all at once; a READ of what blocks do not divide, too."""

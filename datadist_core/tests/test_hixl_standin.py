@@ -29,7 +29,7 @@ MEMORY_BYTES, BLOCK_BYTES = 1 << 16, 64
 class End:
     """One LLMDataDist of the stand-in, with registered memory: what a correct caller does."""
 
-    def __init__(self, package: standin.StandInPackage, cluster_id: int, timeout_ms: int = 5000) -> None:
+    def __init__(self, package: standin.StandInPackage, cluster_id: int, timeout_ms: int = 30_000) -> None:
         self.package, self.cluster_id, self.port = package, cluster_id, free_port()
         self.memory = np.random.default_rng(cluster_id).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
         self.dist = package.LLMDataDist(package.LLMRole.MIX, cluster_id)
@@ -72,7 +72,7 @@ class End:
         return info
 
     def link(self, other: End) -> list[str]:
-        status, each = self.dist.link_clusters([self.info(other)], timeout=5000)
+        status, each = self.dist.link_clusters([self.info(other)], timeout=30_000)
         return [status.name, *(one.name for one in each)]
 
 
@@ -120,7 +120,7 @@ def test_right_calls_move_the_bytes(linked: tuple[End, End]) -> None:
         assert np.array_equal(target[[7, 5]], source[[1, 2]])
         push(one, key(other), one.cache, [9, 3], [1, 4])
         assert np.array_equal(source[[1, 4]], target[[9, 3]])
-    assert [one.name for one in a.dist.unlink_clusters([a.info(b)], timeout=1000, force=False)[1]] == ["LLM_SUCCESS"]
+    assert [one.name for one in a.dist.unlink_clusters([a.info(b)], timeout=30_000, force=False)[1]] == ["LLM_SUCCESS"]
     status_of(lambda: pull(a, key(b), a.cache, [1], [1]), "LLM_NOT_YET_LINK")
     assert eventually(lambda: b.dist._wire.num_links == 0)
     assert standin.complaints == []

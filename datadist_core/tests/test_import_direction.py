@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,8 @@ def _import(module: str, target: str, line: int) -> Import:
     return Import(module, target[len(PACKAGE) + 1 :] if ours else target, line, ours)
 
 
-def all_imports(with_tests: bool = False) -> list[Import]:
+@cache
+def all_imports(with_tests: bool = False) -> tuple[Import, ...]:
     found: list[Import] = []
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -98,14 +100,14 @@ def all_imports(with_tests: bool = False) -> list[Import]:
         is_package = len(parts) > 1 and parts[-1] == "__init__"
         module = ".".join(parts[:-1] if is_package else parts)
         found += imports_of(path.read_text(), module, is_package)
-    return found
+    return tuple(found)
 
 
 def top(name: str) -> str:
     return name.split(".")[0]
 
 
-def wrong_direction(imports: list[Import]) -> list[str]:
+def wrong_direction(imports: Iterable[Import]) -> list[str]:
     wrong = []
     for found in imports:
         module, target = top(found.module), top(found.target)
@@ -116,7 +118,7 @@ def wrong_direction(imports: list[Import]) -> list[str]:
     return wrong
 
 
-def wrong_in_backends(imports: list[Import]) -> list[str]:
+def wrong_in_backends(imports: Iterable[Import]) -> list[str]:
     backends = {path.stem for path in (ROOT / "backends").glob("[!_]*.py")}
     return [
         str(found)

@@ -121,7 +121,7 @@ def test_copies_what_a_loop_copies(op: Op, native: bool) -> None:
     if native and native_library() is None:
         pytest.skip("no native library here")
 
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=settings.default.max_examples * 4 // 5, deadline=None)
     @given(scenes())
     def run(scene: tuple[Memory, list[int], list[int]]) -> None:
         with pytest.MonkeyPatch.context() as patch:

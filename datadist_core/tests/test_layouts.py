@@ -43,7 +43,10 @@ TYPES = (
     DataType.DT_UINT16,
 )
 quickly = settings(
-    max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=settings.default.max_examples * 3 // 5,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 dims = st.integers(1, 5)
 
@@ -326,7 +329,7 @@ def test_swap_blocks(end, kind, block, outwards, own_memory, data) -> None:
 
 
 @given(st.integers(1, 9), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), min_size=1, max_size=8))
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=3 * settings.default.max_examples, deadline=None, database=None)
 def test_overlapping_ranges_are_copied_as_if_all_were_read_first(size, ranges) -> None:
     memory = np.arange(200, dtype=np.uint8)
     sources = np.array([source for source, _ in ranges], dtype=np.int64)
@@ -345,7 +348,7 @@ int64s = st.integers(-20, 200) | st.integers(-(2**63), 2**63 - 1)
 
 
 @given(st.tuples(st.integers(0, 50), st.integers(1, 20), st.integers(1, 6)), st.tuples(int64s, int64s, int64s, int64s))
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=3 * settings.default.max_examples, deadline=None, database=None)
 def test_a_division_that_the_owner_accepts_lies_in_its_grid(owner, claimed) -> None:
     offset, item, count = owner
     grid = Grid(7, 3, offset, item, item, count)
@@ -361,7 +364,7 @@ def test_a_division_that_the_owner_accepts_lies_in_its_grid(owner, claimed) -> N
 
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(1, 6), st.data())
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None, database=None)
 def test_every_division_within_the_grid_is_accepted(offset, item, count, data) -> None:
     total = item * count
     start = data.draw(st.integers(0, total - 1))

@@ -29,7 +29,7 @@ from datadist_core.errors import PeerLost
 from datadist_core.tests.core_ends import filled_cache, make_end, manager, must_link, plain_cache
 
 D = 52
-WAIT_S = 10.0
+WAIT_S = 30.0
 KEY = BlocksCacheKey(D, 0)
 
 
@@ -76,7 +76,7 @@ class Scene:
         task = manager(self.prompt).transfer_cache_async(
             self.source, layers, [config], [block], [block], link_id=link_id
         )
-        return task.get_results(20_000)[0]
+        return task.get_results(60_000)[0]
 
     def arrived(self, block: int) -> list[bool]:
         """Of each tensor of the second end's cache, whether that block is as at P."""

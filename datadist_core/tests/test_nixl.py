@@ -128,7 +128,7 @@ class TestImport:
             "import sys, datadist_core, datadist_core.backends.nixl as n; n.NixlBackend().capabilities(); "
             "print([m for m in sys.modules if m.partition('.')[0].startswith('nixl')])"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
         assert done.stdout.strip() == "[]"
 
     def test_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +372,7 @@ class TestRealAgents:
         )
         env = {key: value for key, value in os.environ.items() if key != "NIXL_LOG_LEVEL"}
         env["PYTHONPATH"] = os.pathsep.join(sys.path)
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
     @pytest.mark.slow
@@ -387,7 +387,7 @@ class TestRealAgents:
             "b.close()"
         )
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "UCX_TLS": tls}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         assert ("refused" in done.stdout) is (tls != "tcp"), done.stdout + done.stderr
 
@@ -403,9 +403,9 @@ class TestRealAgents:
         """NIXL's own default is a thread per agent that never sleeps; here there are four agents."""
         with local_pair(options) as pair:
             pair.link()
-            pause, before_s = threading.Event(), time.process_time()
-            pause.wait(0.5)
-            assert time.process_time() - before_s < 0.2
+            begun_s, before_s = time.monotonic(), time.process_time()
+            threading.Event().wait(0.5)  # or longer, on a busy machine
+            assert time.process_time() - before_s < 0.4 * (time.monotonic() - begun_s)
 
     def test_agent_that_somebody_else_refers_to_is_not_called_destroyed(self) -> None:
         with local_pair() as pair:

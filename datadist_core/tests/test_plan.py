@@ -152,13 +152,13 @@ def stream_of(offsets: np.ndarray, sizes: np.ndarray) -> list[int]:
     return [byte for at, size in zip(offsets.tolist(), sizes.tolist(), strict=True) for byte in range(at, at + size)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * settings.default.max_examples, deadline=None)
 @given(scenes())
 def test_expand_moves_exactly_the_bytes(scene: Scene) -> None:
     assert moves_like_naive_copy(scene)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples, deadline=None)
 @given(scenes())
 def test_both_sides_stream_in_the_same_order(scene: Scene) -> None:
     """The n-th byte of `expand` is, on either side, the n-th byte of a naive loop; so is that of `expand_side`."""
@@ -175,7 +175,7 @@ def test_both_sides_stream_in_the_same_order(scene: Scene) -> None:
         assert [byte for side_ranges in sides for byte in stream_of(*side_ranges)] == naive_stream(scene, side)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(scenes(), st.integers(0, 1 << 50), st.integers(0, 1 << 50))
 def test_bases_are_added(scene: Scene, local_base: int, remote_base: int) -> None:
     plain = expand(scene.batch, {LOCAL_REGION: 0}, {REMOTE_REGION: 0})
@@ -187,7 +187,7 @@ def test_bases_are_added(scene: Scene, local_base: int, remote_base: int) -> Non
     assert based.total_bytes == scene.batch.num_bytes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(scenes(whole_only=True))
 def test_runs_are_merged_maximally(scene: Scene) -> None:
     """No two neighbouring ranges of one pair could have been one; without gaps, that is."""

@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from datadist_core.testing.ports import free_port
 from datadist_core.tests.child import Child, ChildFailed
-from datadist_core.tests.core_ends import filled_cache, make_end, must_link
+from datadist_core.tests.core_ends import LINK_MS, filled_cache, make_end, must_link
 from datadist_core.wire.codec import PREAMBLE
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,7 @@ def expected_blocks(seed: int, blocks: list[int]) -> list[np.ndarray]:
         return [tensor[blocks].copy() for tensor in filled_cache(end, seed).numpy()]
 
 
-def eventually(condition, what: str, seconds: float = 10) -> None:
+def eventually(condition, what: str, seconds: float = 40) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s: {what}"
@@ -40,7 +41,7 @@ def eventually(condition, what: str, seconds: float = 10) -> None:
 @pytest.fixture(params=BACKENDS)
 def two(request):
     with (
-        Child(cluster_id=P, backend=request.param, listen="127.0.0.1:0") as prompt,
+        Child(cluster_id=P, backend=request.param, listen=f"127.0.0.1:{free_port()}") as prompt,
         Child(cluster_id=D, backend=request.param) as decoder,
     ):
         prompt.do("fill", 1)
@@ -146,7 +147,7 @@ def test_a_silent_peer_is_given_up_after_missed_heartbeats():
         decoder.do("link", P, prompt.host, prompt.port)
         prompt.stop()
         try:
-            eventually(lambda: decoder.do("num_links") == 0, "heartbeats are missed", seconds=40)
+            eventually(lambda: decoder.do("num_links") == 0, "heartbeats are missed", seconds=120)
         finally:
             prompt.resume()
 
@@ -170,19 +171,24 @@ def test_listeners_that_start_at_once_get_distinct_ports():
 def test_strangers_do_not_disturb_the_listener(garbage):
     with make_end("auto", "127.0.0.1:0") as prompt, make_end() as decoder:
         address = prompt.listen_address
-        with socket.create_connection((address.host, address.port), timeout=5) as stranger:
+        with socket.create_connection((address.host, address.port), timeout=30) as stranger:
             stranger.sendall(garbage)
             must_link(decoder, prompt)
             decoder.check_link_status(prompt.cluster_id)
 
 
+def ours_in_dev_shm() -> set[str]:
+    """Other programs make files there at any time; `test_b21_*` has a /dev/shm of its own, and looks at everything."""
+    return {name for name in os.listdir("/dev/shm") if "datadist" in name}
+
+
 def test_memory_files_leave_nothing_behind_after_sigkill():
-    before = set(os.listdir("/dev/shm"))
+    before = ours_in_dev_shm()
     for _ in range(3):
         with Child(cluster_id=P, listen="127.0.0.1:0") as prompt:
             prompt.do("fill", 1)
             prompt.kill()
-    assert set(os.listdir("/dev/shm")) <= before
+    assert ours_in_dev_shm() <= before
 
 
 @pytest.fixture
@@ -224,7 +230,7 @@ import sys
 from datadist_core import BlocksCacheKey
 from datadist_core.tests.core_ends import filled_cache, make_end, manager, remote_info
 with make_end("auto", cluster_id=2) as end:
-    overall, _ = end.link_clusters([remote_info(1, "10.231.7.1", int(sys.argv[1]))], timeout=10000)
+    overall, _ = end.link_clusters([remote_info(1, "10.231.7.1", int(sys.argv[1]))], timeout=30000)
     assert overall == 0, end.link_failure(1)
     cache = filled_cache(end, 2)
     manager(end).pull_blocks(BlocksCacheKey(1), cache, [3], [5])
@@ -260,6 +266,6 @@ def test_another_network_namespace_falls_back_to_tcp_and_says_why(namespaces):
 def test_cluster_info_of_a_real_end_links_again_after_unlink():
     with Child(cluster_id=P, listen="127.0.0.1:0") as prompt, make_end() as decoder:
         for _ in range(3):
-            assert decoder.link_clusters([prompt.info()])[0].name == "LLM_SUCCESS"
-            assert decoder.unlink_clusters([prompt.info()])[0].name == "LLM_SUCCESS"
+            assert decoder.link_clusters([prompt.info()], timeout=LINK_MS)[0].name == "LLM_SUCCESS"
+            assert decoder.unlink_clusters([prompt.info()], timeout=LINK_MS)[0].name == "LLM_SUCCESS"
         assert prompt.do("num_links") == 0

@@ -21,6 +21,7 @@ from datadist_core.cache.routes import Routes, usual_items
 from datadist_core.errors import CacheNotExist, ClosedError, NotYetLinked, ParamInvalid, TimedOut
 from datadist_core.testing.parallel import eventually
 from datadist_core.tests.core_ends import (
+    LINK_MS,
     cluster_info,
     desc,
     filled_cache,
@@ -244,12 +245,12 @@ class TestWhatIsNotAsItWas:
         scene.check_pulled([1], [1])
 
     def test_the_link_is_gone(self, scene: Scene) -> None:
-        scene.decoder.unlink_clusters([cluster_info(scene.prompt)], timeout=5000)
+        scene.decoder.unlink_clusters([cluster_info(scene.prompt)], timeout=LINK_MS)
         with pytest.raises(NotYetLinked):
             scene.pull([1], [1])
 
     def test_the_link_is_made_anew(self, scene: Scene, ways: Ways) -> None:
-        scene.decoder.unlink_clusters([cluster_info(scene.prompt)], timeout=5000)
+        scene.decoder.unlink_clusters([cluster_info(scene.prompt)], timeout=LINK_MS)
         must_link(scene.decoder, scene.prompt)
         for block in (4, 5):
             scene.pull([block], [block])
@@ -272,7 +273,7 @@ class TestWhatIsNotAsItWas:
         with linked("shm", v2=False) as (prompt, decoder):
             scene = Scene(prompt, decoder)
             scene.pull([1], [1])
-            assert decoder.unlink_clusters([cluster_info(prompt)], timeout=5000)[0] is LLMStatusCode.LLM_SUCCESS
+            assert decoder.unlink_clusters([cluster_info(prompt)], timeout=LINK_MS)[0] is LLMStatusCode.LLM_SUCCESS
             decoder._role = LLMRole.PROMPT
             with pytest.raises(LLMException, match="DECODER"):
                 scene.pull([2], [2])
@@ -317,7 +318,7 @@ class TestWhatIsKept:
                     for block in (1, 2):
                         manager(decoder).pull_blocks(BlocksCacheKey(prompt.cluster_id, 0), mine, [block], [block])
                     assert mappings() > before + 1
-                    decoder.unlink_clusters([cluster_info(prompt)], timeout=5000)
+                    decoder.unlink_clusters([cluster_info(prompt)], timeout=LINK_MS)
                 del prompt
             assert eventually(lambda: mappings() == before)
 

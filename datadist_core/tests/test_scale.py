@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -18,7 +19,7 @@ from datadist_core.link.table import MAX_REMEMBERED, LinkTable
 from datadist_core.link.workers import Workers
 from datadist_core.testing.leaks import nothing_left_behind
 from datadist_core.testing.parallel import WAIT_S, eventually
-from datadist_core.tests.core_ends import cluster_info, make_end, must_link, plain_cache
+from datadist_core.tests.core_ends import LINK_MS, cluster_info, make_end, must_link, plain_cache
 from datadist_core.types import Deadline
 
 #: Per link over shm, cma and tcp: the control connection, two of shm, one of cma, and of tcp.
@@ -40,7 +41,7 @@ def test_links_that_were_torn_down_leave_nothing_behind() -> None:
             hub.check_link_status(servers[0].cluster_id)
             ended = [link for end in (hub, *servers) for link in links_of(end)]
             assert len(ended) == 32
-            hub.unlink_clusters(infos)
+            hub.unlink_clusters(infos, timeout=LINK_MS)
             assert eventually(lambda ended=ended: not _alive(ended)), _alive(ended)
 
 
@@ -74,12 +75,17 @@ def test_calls_for_many_share_some_threads_and_get_more_only_when_these_are_stuc
     seen: set[threading.Thread] = set()
     assert run_all("test", [lambda: seen.add(threading.current_thread())] * 500, Deadline.after(WAIT_S), None)
     assert len(seen) <= MIN_THREADS
-    stuck, number = threading.Event(), 3 * MIN_THREADS
-    try:
-        results = run_all("test", [lambda: stuck.wait(WAIT_S)] * number + [lambda: True], Deadline.after(1.0), False)
-    finally:
-        stuck.set()
-    assert results == [False] * number + [True]
+    stuck, through, number = threading.Event(), threading.Event(), 3 * MIN_THREADS
+    calls = [lambda: stuck.wait(WAIT_S)] * number + [lambda: not through.set()]
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            results = pool.submit(run_all, "test", calls, Deadline.after(2 * WAIT_S), False)
+            assert through.wait(WAIT_S)
+            assert not results.done()
+            assert run_all("test", calls[:1], Deadline.after(0.05), False) == [False]
+        finally:
+            stuck.set()
+        assert results.result(WAIT_S) == [True] * (number + 1)
 
 
 def test_workers_come_and_go() -> None:

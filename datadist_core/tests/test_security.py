@@ -28,7 +28,7 @@ from datadist_core.link import answers, authentication
 from datadist_core.link import manager as manager_module
 from datadist_core.security import MIN_SECRET_BYTES, Limits, Security
 from datadist_core.tests.attacker import Attacker, frame, hello, said
-from datadist_core.tests.core_ends import cluster_info, config, filled_cache, manager, plain_cache, remote_info
+from datadist_core.tests.core_ends import LINK_MS, cluster_info, config, filled_cache, manager, plain_cache, remote_info
 from datadist_core.tests.pki import DOCS, run_documented_commands, tls
 from datadist_core.wire import channel, codec, gate, log_limit
 from datadist_core.wire import messages as m
@@ -84,7 +84,7 @@ def two_ends(listening: str | None, dialling: str | None, backend: str = "shm") 
         yield [server, client]
 
 
-def link(client: LLMDataDist, server: LLMDataDist, timeout: int = 10_000) -> tuple[LLMStatusCode, str]:
+def link(client: LLMDataDist, server: LLMDataDist, timeout: int = LINK_MS) -> tuple[LLMStatusCode, str]:
     _, [status] = client.link_clusters([cluster_info(server)], timeout=timeout)
     return status, str(client.link_failure(server.cluster_id))
 
@@ -205,7 +205,7 @@ def test_ends_with_the_same_settings_link_and_move_blocks(kind: str, backend: st
         assert link(client, server) == (LLMStatusCode.LLM_SUCCESS, "None")
         manager(client).pull_blocks(BlocksCacheKey(SERVER), mine, [3], [4])
         assert np.array_equal(theirs.numpy()[0][3], mine.numpy()[0][4])
-        assert client.unlink_clusters([cluster_info(server)])[0] is LLMStatusCode.LLM_SUCCESS
+        assert client.unlink_clusters([cluster_info(server)], timeout=LINK_MS)[0] is LLMStatusCode.LLM_SUCCESS
 
 
 SECRET_THERE = r"refused the link: this end requires a shared secret, and the dialling end has none; set the same"
@@ -247,9 +247,9 @@ def test_who_does_not_belong_gets_a_reason_and_no_link(
 def test_a_wrong_cluster_id_is_told_to_members_only() -> None:
     with two_ends(WITH_SECRET, WITH_SECRET) as (server, client), end(WITH_OTHER, None, 503) as stranger:
         info = remote_info(999, "127.0.0.1", port_of(server))
-        assert client.link_clusters([info])[0] is LLMStatusCode.LLM_PARAM_INVALID
+        assert client.link_clusters([info], timeout=LINK_MS)[0] is LLMStatusCode.LLM_PARAM_INVALID
         assert "but this is cluster 501" in str(client.link_failure(999))
-        assert stranger.link_clusters([info])[0] is LLMStatusCode.LLM_LINK_FAILED
+        assert stranger.link_clusters([info], timeout=LINK_MS)[0] is LLMStatusCode.LLM_LINK_FAILED
         assert "501" not in str(stranger.link_failure(999)).replace(str(port_of(server)), "")
 
 
@@ -403,7 +403,7 @@ def impostor(client: LLMDataDist, expected: int = SERVER) -> Iterator[tuple[Atta
     """The attacker that `client` has dialled, and a wait for what `link_clusters` says in the end."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         info = remote_info(expected, "127.0.0.1", listener.getsockname()[1])
-        call = pool.submit(client.link_clusters, [info], 10_000)
+        call = pool.submit(client.link_clusters, [info], LINK_MS)
         with Attacker(listener.accept()[0]) as attacker:
             attacker.say(PREAMBLE)
 
@@ -472,7 +472,7 @@ def test_a_token_that_was_overheard_is_not_the_one_that_the_data_path_uses(serve
         overheard = b"t" * 16
         assert mine.token(overheard) == theirs.token(overheard) != overheard
         assert len(mine.token(overheard)) == 16
-        client.unlink_clusters([cluster_info(server)])
+        client.unlink_clusters([cluster_info(server)], timeout=LINK_MS)
         assert link(client, server)[0] is LLMStatusCode.LLM_SUCCESS
         assert client._open().links.get(SERVER).session.token(overheard) != mine.token(overheard)
 

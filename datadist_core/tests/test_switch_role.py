@@ -10,7 +10,8 @@ import socket
 import pytest
 
 from datadist_core import LLMDataDist, LLMException, LLMRole, LLMStatusCode
-from datadist_core.tests.core_ends import cluster_info, config, make_end, must_link, remote_info
+from datadist_core.testing.ports import free_port
+from datadist_core.tests.core_ends import LINK_MS, cluster_info, config, make_end, must_link, remote_info
 
 PROMPT, DECODER = LLMRole.PROMPT, LLMRole.DECODER
 KEYS = ["llm.listenIpInfo", "listen_ip_info"]
@@ -22,7 +23,7 @@ def at(host: str, port: int) -> dict[str, str]:
 
 def accepts(host: str, port: int) -> bool:
     try:
-        with socket.create_connection((host, port), timeout=5):
+        with socket.create_connection((host, port), timeout=30):
             return True
     except ConnectionRefusedError:
         return False
@@ -37,20 +38,20 @@ def taken():
 
 @pytest.fixture
 def prompt():
-    with make_end(listen="127.0.0.1:0", role=PROMPT) as end:
+    with make_end(listen=f"127.0.0.1:{free_port()}", role=PROMPT) as end:
         yield end
 
 
 @pytest.mark.parametrize("backend", ["auto", "shm", "tcp"])
 def test_two_ends_change_places_and_back(backend):
-    with make_end(backend, "127.0.0.1:0", PROMPT) as one, make_end(backend, role=DECODER) as two:
+    with make_end(backend, f"127.0.0.1:{free_port()}", PROMPT) as one, make_end(backend, role=DECODER) as two:
         server, client = one, two
         for _ in range(3):
             must_link(client, server)
             client.check_link_status(server.cluster_id)
             server.check_link_status(client.cluster_id)
             address = server.listen_address
-            assert client.unlink_clusters([cluster_info(server)])[0] is LLMStatusCode.LLM_SUCCESS
+            assert client.unlink_clusters([cluster_info(server)], timeout=LINK_MS)[0] is LLMStatusCode.LLM_SUCCESS
             server.switch_role(DECODER)
             assert (server.role, server.listen_address) == (DECODER, None)
             client.switch_role(PROMPT, at(address.host, address.port))
@@ -76,7 +77,7 @@ def test_without_the_option_the_end_stops_to_listen(prompt):
         assert prompt.listen_address is None
         assert not accepts(old.host, old.port)
         with make_end() as client:
-            _, each = client.link_clusters([remote_info(prompt.cluster_id, old.host, old.port)])
+            _, each = client.link_clusters([remote_info(prompt.cluster_id, old.host, old.port)], timeout=LINK_MS)
             assert each == [LLMStatusCode.LLM_LINK_FAILED]
 
 
@@ -94,7 +95,10 @@ def test_the_same_port_at_a_wider_or_narrower_address(first, second):
         port = end.listen_address.port
         end.switch_role(PROMPT, at(second, port))
         assert end.listen_address.host == second
-        assert client.link_clusters([remote_info(end.cluster_id, "127.0.0.1", port)])[0] is LLMStatusCode.LLM_SUCCESS
+        assert (
+            client.link_clusters([remote_info(end.cluster_id, "127.0.0.1", port)], timeout=LINK_MS)[0]
+            is LLMStatusCode.LLM_SUCCESS
+        )
 
 
 def test_a_taken_address_leaves_listener_and_role_as_they_were(prompt, taken):

@@ -311,13 +311,15 @@ class TestHostilePeers:
             peer.sock.close()
 
     def test_connections_without_a_link_expire(self, end: LocalEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_tcp_accept, "HELLO_TIMEOUT_S", 0.05)
         monkeypatch.setattr(_tcp_accept, "UNMATCHED_TIMEOUT_S", 0.05)
-        silent, unknown = RawPeer(end), RawPeer(end)
-        unknown.prove()
-        for peer in (silent, unknown):
-            with contextlib.closing(peer.sock):
-                assert peer.is_closed()
+        unknown = RawPeer(end)
+        with contextlib.closing(unknown.sock):
+            unknown.prove()
+            assert unknown.is_closed()
+        monkeypatch.setattr(_tcp_accept, "HELLO_TIMEOUT_S", 0.05)
+        silent = RawPeer(end)
+        with contextlib.closing(silent.sock):
+            assert silent.is_closed()
 
     def test_leave_nothing_behind(self) -> None:
         with nothing_left_behind():
@@ -365,7 +367,7 @@ class TestEndings:
         assert (view[: mine.end_bytes] == 77).all(), "a cancelled READ wrote after its completion"
 
     def test_deadline_of_a_read(self, end: LocalEnd, raw: RawPeer) -> None:
-        batch_id = end.submit(raw_batch(Op.READ, end.add_grid(8, ITEM_BYTES), timeout_s=0.05))
+        batch_id = end.submit(raw_batch(Op.READ, end.add_grid(8, ITEM_BYTES), timeout_s=0.5))
         assert failed_with(end.log.wait(batch_id), TimedOut)
         assert raw.receive()[0] is Kind.READ
         kind, request_id, _ = raw.receive()
@@ -391,7 +393,7 @@ class TestEndings:
         monkeypatch.setattr(_tcp_requests, "CANCEL_GRACE_S", 0.05)
         mine = end.add_grid(8, ITEM_BYTES)
         other_id = end.submit(raw_batch(Op.READ, mine))
-        batch_id = end.submit(raw_batch(Op.WRITE, mine, timeout_s=0.05))
+        batch_id = end.submit(raw_batch(Op.WRITE, mine, timeout_s=0.5))
         assert failed_with(end.log.wait(batch_id), TimedOut)
         assert failed_with(end.log.wait(other_id), PeerLost)
         assert eventually(lambda: RAW in end.lost_peers)
@@ -515,7 +517,7 @@ class TestLinking:
         a = LocalEnd(TcpBackend())
         b = LocalEnd(TcpBackend(), listen_host=None)
         with BackendPair(a, b) as pair:
-            failures = pair.try_connect(timeout_s=5.0)
+            failures = pair.try_connect()
         assert [type(failure) for failure in failures] == [Unreachable, Unreachable]
 
     def test_wrong_host_is_passed_over(self, end: LocalEnd) -> None:

@@ -172,7 +172,10 @@ class Backend(ABC):
 
     @abstractmethod
     def disconnect(self, peer_id: int) -> None:
-        """Complete the peer's open batches with PeerLost, drop its regions. Unknown peers are a no-op."""
+        """Complete the peer's open batches with PeerLost, drop its regions. Unknown peers are a no-op.
+
+        A `connect` to that peer that is under way in another thread ends soon, and raises; nothing of it stays behind.
+        """
 
     def is_fenced(self, peer_id: int) -> bool:
         """Whether that peer, once disconnected, can write to memory of ours no more; until then it must not be reused.

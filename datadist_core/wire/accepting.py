@@ -46,8 +46,9 @@ class Listener:
 class Acceptor:
     """All listeners of one control loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, security: Security) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, security: Security, channels: set[Channel]) -> None:
         self._loop = loop
+        self._channels = channels
         self._security = security
         self._tls = security.server_context()
         self._log = LimitedLog(logger)
@@ -138,7 +139,7 @@ class Acceptor:
     def _admit(self, sock: socket.socket, who: str, accept: Accept) -> None:
         sock.setblocking(False)
         limit = MAX_HELLO_BYTES if self._security.secret is None else MAX_PROOF_BYTES
-        channel = Channel(self._loop, limit, self._gate, self._log)
+        channel = Channel(self._loop, self._channels, limit, self._gate, self._log)
         channel.on_open = partial(accept, channel)
         arriving = self._loop.create_task(self._receive(sock, who, channel))
 

@@ -32,6 +32,7 @@ class Channel(asyncio.Protocol):
     """One connection. Who uses it is told of messages and of the end, as said at `attach`.
 
     Args:
+        open_channels: this one is in it from when the connection is there until it has ended.
         max_bytes: the limit of one message until `allow` says another.
         gate: where an accepted connection is counted.
         log: for what strangers do.
@@ -40,11 +41,13 @@ class Channel(asyncio.Protocol):
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        open_channels: set[Channel],
         max_bytes: int = MAX_HELLO_BYTES,
         gate: Gate | None = None,
         log: LimitedLog | None = None,
     ) -> None:
         self._loop = loop
+        self._open_channels = open_channels
         self._decoder = FrameDecoder(max_bytes)
         self._gate = gate
         self._log = log or LimitedLog(logger)
@@ -106,6 +109,10 @@ class Channel(asyncio.Protocol):
         if not isinstance(transport, asyncio.Transport):
             raise TypeError("a control channel needs a stream transport")
         self._transport = transport
+        self._open_channels.add(self)
+        if self._close_reason is not None:  # it was given up before it was there
+            transport.abort()
+            return
         self.peer_address = _address_text(transport.get_extra_info("peername"))
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -123,6 +130,7 @@ class Channel(asyncio.Protocol):
             self._close(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._open_channels.discard(self)
         if self._gate is not None:
             self._gate.left(self)
         reason = self._close_reason

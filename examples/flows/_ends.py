@@ -48,7 +48,7 @@ POOL_CONFIG = '{"memory_size": 67108864}'
 LISTENS_AT = re.compile(r"listens at (\S+); the other end")
 
 POLL_S = 0.02
-START_LIMIT_S = 30.0
+START_LIMIT_S = 100.0
 BACKENDS = ["auto", "shm", "cma", "tcp"]
 ALONE_LIMIT_S = 600.0
 TOGETHER_LIMIT_S = 60.0

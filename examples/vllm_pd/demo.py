@@ -46,7 +46,9 @@ from .steps import Steps
 
 BLOCK_SIZE = 32
 MAX_TOKENS = 32
-METRICS_SETTLE_S = 5.0
+METRICS_SETTLE_S = 20.0
+#: More than the default: vLLM's processes poll, and on a few cores they keep one another waiting.
+LINK_TIMEOUT_S = 60.0
 ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL|Traceback)\b")
 
 # Long enough for several blocks each, and different from the start on, so that D's prefix cache is of no help.
@@ -318,7 +320,9 @@ class Demo:
             child.wait()
 
     def _server(self, model: Path, role: str, name: str) -> VllmServer:
-        config = connector_config(role, self._options.connector)
+        extra = {"kv_connector_extra_config": {"link_timeout_s": LINK_TIMEOUT_S}}
+        ours = extra if self._options.connector == "DataDistConnector" else {}
+        config = connector_config(role, self._options.connector, **ours)
         return VllmServer(
             model, kv_transfer_config=config, name=name, block_size=BLOCK_SIZE, log_dir=self._options.log_dir
         )

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import socket
 import tempfile
@@ -21,9 +23,10 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 PORT_ATTEMPTS = 4
+LOWEST_PORT = 10240
 LOG_LINES_SHOWN = 30
 HOST = "127.0.0.1"
 
@@ -74,10 +77,28 @@ class ServerFailed(RuntimeError):
 
 
 def free_port(host: str = HOST) -> int:
-    """A TCP port that was free a moment ago. Another process may take it, so users of it must be ready to try again."""
+    """A TCP port that was free a moment ago. Another process may take it, so users of it must be ready to try again.
+
+    If possible it is none of those that the system gives to outgoing connections, which come and go all the time.
+    """
+    first_given = _first_given_port()
+    for port in random.sample(range(LOWEST_PORT, first_given), 100) if first_given > LOWEST_PORT + 100 else ():
+        with contextlib.suppress(OSError):
+            return _bound(host, port)
+    return _bound(host, 0)
+
+
+def _bound(host: str, port: int) -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
+        probe.bind((host, port))
         return int(probe.getsockname()[1])
+
+
+def _first_given_port() -> int:
+    """0 if the system does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    return 0
 
 
 class HttpService:
@@ -238,7 +259,7 @@ class HttpService:
     def _check_or_restart(self) -> None:
         if self.running:
             return
-        if PORT_TAKEN.search(self.log_text()) and self._attempts < PORT_ATTEMPTS:
+        if not self._fixed_port and self._attempts < PORT_ATTEMPTS and PORT_TAKEN.search(self.log_text()):
             self.stop()
             self.start()
             return

@@ -29,5 +29,6 @@ The invariants, by the name that a violation has:
     unknown   vLLM is never told the end of what it does not know, or twice
     fatal     no exception leaves the code
     calm      where nothing went wrong, no lease was left to its time and no load or push failed; but for a push that
-              was asked for once more after an abort, which may come when P has let go, or before it has
+              was asked for once more after an abort, which may come when P has let go, or before it has. Asked for
+              again in the very step of the abort it is served (`retries`)
 """

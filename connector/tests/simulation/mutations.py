@@ -214,9 +214,11 @@ FOUND = {
     "HELD is said to any reader": 10,
     "renewals keep a lease for ever": 86,
     "an offer that was void is never let go": 30,
-    "who has let go ends the lease of the next": 24,
-    "another ends the lease of who is announced": 56,
-    "a grant holds for any link": 120,
+    "who has let go ends the lease of the next": 76,
+    "another ends the lease of who is announced": 8,
+    "a grant holds for any link": 207,
+    "an offer that overtakes a withdrawal is refused": 4,
+    "who lets go does not name the next": 205,
 }
 #: The first seed that sees it, where it is not among the very first: where to look first, if it is still so.
 LOOK_FIRST = {
@@ -228,10 +230,12 @@ LOOK_FIRST = {
     "a restarted worker keeps its cluster id": 50,
     "workers of P that nobody reads are not released": 40,
     "a failed part ends the job while another goes on": 118,
-    "a push that is given up counts as safe": 58,
-    "the fence is skipped": 53,
-    "blocks that a request has lost are sent": 38,
+    "a push that is given up counts as safe": 70,
+    "the fence is skipped": 16,
+    "blocks that a request has lost are sent": 33,
     "a void send counts": 127,
     "blocks are freed under a send": 36,
+    "followers load too": 24,
     "an offer that is announced is not waited for": 191,
+    "the offer that arrives last takes the place": 211,
 }

@@ -9,11 +9,13 @@ from typing import Any
 from vllm_datadist.handoff.desk import StepDesk
 from vllm_datadist.handoff.lease import LEASE_TABLE, LeaseEvent, LeasePhase, Leases
 from vllm_datadist.handoff.offer import OFFER_TABLE, OfferEffect, OfferEvent, OfferMachine, OfferPhase
+from vllm_datadist.handoff.offer_heirs import Heirs
 from vllm_datadist.handoff.parts import GROUP_TABLE, GroupEffect, GroupEvent, GroupState
 from vllm_datadist.handoff.push import PUSH_TABLE, PushEffect, PushEvent, PushMachine, PushPhase, Send
-from vllm_datadist.handoff.push_readers import Announcements, ServedBook
+from vllm_datadist.handoff.push_ended import Answer
+from vllm_datadist.handoff.push_readers import Announcements, ServedBook, request_key
 from vllm_datadist.handoff.pushes import PushTable
-from vllm_datadist.messages import LeaseState, LoadJob, OfferRef, OfferState
+from vllm_datadist.messages import LeaseState, LoadJob, Offer, OfferRef, OfferState
 
 from .mutation import Mutation, Patch
 
@@ -127,9 +129,9 @@ def _an_offer_lives_on_at_p(patch: Patch) -> None:
 def _served_before_the_lease_is_forgotten(patch: Patch) -> None:
     serve = PushTable._serve
 
-    def forgetful(self: Any, transfer_id: str, source: Any, served: Any) -> None:
+    def forgetful(self: Any, transfer_id: str, source: Any, *args: Any) -> None:
         if source is not None and source.is_held:
-            serve(self, transfer_id, source, served)
+            serve(self, transfer_id, source, *args)
 
     patch.setattr(PushTable, "_serve", forgetful)
 
@@ -178,6 +180,40 @@ def _a_grant_holds_for_any_link(patch: Patch) -> None:
     patch.setitem(OFFER_TABLE.rows, (OfferPhase.FENCING, OfferEvent.FENCED_AGAIN), end)
 
 
+def _whoever_comes_later_is_refused(patch: Patch) -> None:
+    offer = PushTable.offer
+
+    def strict(self: Any, cluster_id: int, made: Offer, now_s: float) -> Any:
+        source = self._sources.get(made.ref.transfer_id)
+        if source is not None and source.owner not in (None, request_key(made.ref)):
+            return Answer(OfferState.FAILED, "another request has offered for this transfer")
+        return offer(self, cluster_id, made, now_s)
+
+    patch.setattr(PushTable, "offer", strict)
+
+
+def _whoever_comes_later_takes_the_place(patch: Patch) -> None:
+    """Arrival decides, although threads and workers of D overtake each other."""
+    offer = PushTable.offer
+
+    def hasty(self: Any, cluster_id: int, made: Offer, now_s: float) -> Any:
+        source = self._sources.get(made.ref.transfer_id)
+        if source is not None and source.owner != request_key(made.ref):
+            for push in list(source.pushes):
+                self._step(push, PushEvent.GONE, "another request has offered for this transfer")
+        return offer(self, cluster_id, made, now_s)
+
+    patch.setattr(PushTable, "offer", hasty)
+
+
+def _nobodys_turn_comes(patch: Patch) -> None:
+    patch.setattr(PushTable, "_begin_turn", lambda self, transfer_id: None)
+
+
+def _who_lets_go_names_nobody(patch: Patch) -> None:
+    patch.setattr(Heirs, "of", lambda self, key, source, now_s: None)
+
+
 PUSH_MUTATIONS = (
     Mutation(
         "the first of several readers ends the lease", ("lease", "tags", "blocks", "calm"), _first_reader_ends_the_lease
@@ -210,5 +246,9 @@ PUSH_MUTATIONS = (
         "another ends the lease of who is announced", ("blocks",), _another_ends_the_lease_of_who_is_announced, 1.0
     ),
     Mutation("an offer that is announced is not waited for", ("calm",), _announced_offers_are_not_waited_for, 1.0),
+    Mutation("an offer that overtakes a withdrawal is refused", ("calm",), _whoever_comes_later_is_refused, 1.0),
+    Mutation("the offer that arrives last takes the place", ("calm",), _whoever_comes_later_takes_the_place, 1.0),
+    Mutation("nobody's turn comes", ("calm",), _nobodys_turn_comes, 1.0),
+    Mutation("who lets go does not name the next", ("calm",), _who_lets_go_names_nobody, 1.0),
     Mutation("a grant holds for any link", ("reserved", "blocks"), _a_grant_holds_for_any_link, 1.0),
 )

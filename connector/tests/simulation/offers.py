@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from datadist_core.errors import Cancelled, LinkFailed, LLMException
 from vllm_datadist.handoff.load import RELINK_PAUSE_S
 from vllm_datadist.handoff.offer import OfferEffect, OfferMachine, OfferPhase
+from vllm_datadist.handoff.offer_heirs import Heirs
 from vllm_datadist.handoff.parts import GroupEnd, PartTable
-from vllm_datadist.handoff.pushes import Answer
+from vllm_datadist.handoff.push_ended import Answer
 from vllm_datadist.messages import (
+    Announce,
     AnnounceJob,
     Endpoint,
     Offer,
@@ -65,10 +67,11 @@ class SimOffers:
         self.table: PartTable[OfferMachine] = PartTable()
         self.runs: dict[OfferMachine, _Run] = {}
         self._finding: dict[RequestKey, OfferJob] = {}
+        self.heirs = Heirs()
         self._num_notices = 0
 
     def is_busy(self) -> bool:
-        return bool(len(self.table) or self.runs or self._finding or self._num_notices)
+        return bool(len(self.table) or self.runs or self._finding or self._num_notices or len(self.heirs))
 
     def may_write(self, ref: OfferRef) -> bool:
         return any(run.open_ref == ref for run in self.runs.values())
@@ -78,18 +81,21 @@ class SimOffers:
     def announce(self, job: AnnounceJob) -> None:
         """Until the offer comes P keeps its lease alive by itself."""
         ref, timeout_s = OfferRef(job.source.transfer_id, lease_ref(job.key)), self._worker.limits.push_timeout_s
+        self.heirs.note(job.key, job.source, self._worker.clock() + timeout_s)
         found = self._workers(job.source)
         for endpoint in () if found is None else self._worker.sources(found).endpoints:
-            self._say(endpoint, lambda p, answer: p.pusher.on_announce(ref, timeout_s, answer))
+            self._say(endpoint, lambda: lambda p, answer: p.pusher.on_announce(ref, timeout_s, answer))
 
     def submit(self, job: OfferJob) -> None:
         self._finding[job.key] = job
         limits, now_s = self._worker.limits, self._worker.clock()
         deadline_s = now_s + limits.push_timeout_s
+        self.heirs.note(job.key, job.source, deadline_s)
         limit_s = now_s + min(limits.push_timeout_s, limits.link_timeout_s)
         self._worker.later(0.0, lambda: self._find(job, deadline_s, limit_s))
 
     def cancel(self, key: RequestKey) -> None:
+        self.heirs.forget(key)
         job = self._finding.pop(key, None)
         if job is not None:
             self.table.fail(key, Cancelled("the request is gone"))
@@ -99,10 +105,11 @@ class SimOffers:
     def withdraw(self, job: WithdrawJob) -> None:
         """As the share of each worker says; P's workers are told by one of D's each."""
         worker = self._worker
+        self.heirs.forget(job.key)
         found = self._workers(job.source)
         ref = OfferRef(job.source.transfer_id, lease_ref(job.key))
         for endpoint in [] if found is None else found[worker.place.index :: worker.engine.shape.tp_size]:
-            self._tell_withdrawn(endpoint, ref, 1)
+            self._tell_withdrawn(job, endpoint, ref, 1)
 
     def _withdraw_parts(self, job: WithdrawJob) -> None:
         """What this worker was about to offer, as others of D do, and in the words that they use."""
@@ -110,14 +117,17 @@ class SimOffers:
         if found is not None:
             sources, ref = self._worker.sources(found), OfferRef(job.source.transfer_id, lease_ref(job.key))
             for one in sources.read:
-                self._tell_withdrawn(one.endpoint, ref, one.num_readers)
+                self._tell_withdrawn(job, one.endpoint, ref, one.num_readers)
             for endpoint in sources.unread:
-                self._tell_withdrawn(endpoint, ref, 1)
+                self._tell_withdrawn(job, endpoint, ref, 1)
 
     def take_ends(self) -> OfferEnds:
         if len(self.table):
             self._end_early(self.table.give_up(self._worker.clock()))
-        return OfferEnds(self.table.take_ends(), self.table.take_settled())
+        ends = OfferEnds(self.table.take_ends(), self.table.take_settled())
+        for end in ends.ends:
+            self.heirs.forget(end.key)
+        return ends
 
     # --- who P is ---
 
@@ -155,7 +165,7 @@ class SimOffers:
             self.runs[machine] = _Run(machine)
         ref = OfferRef(job.source.transfer_id, lease_ref(job.key))
         for endpoint in sources.unread:
-            self._tell_withdrawn(endpoint, ref, 1)
+            self._tell_withdrawn(job, endpoint, ref, 1)
         for machine in machines:
             worker.later(0.0, lambda machine=machine: self._start(machine))  # type: ignore[misc]
 
@@ -255,10 +265,10 @@ class SimOffers:
 
     def _withdraw(self, run: _Run) -> None:
         who, machine = self._worker.cluster_id, run.machine
-        ref, count = machine.ref, machine.num_offers
+        ref, count, instead = machine.ref, machine.num_offers, self._heir_of(machine.job)
         end = self._worker.peers.current(machine.endpoint)
         ask(
-            self._worker, end, lambda p, answer: p.pusher.on_withdraw(who, ref, count, answer), CALL_TIMEOUT_S,
+            self._worker, end, lambda p, answer: p.pusher.on_withdraw(who, ref, count, instead, answer), CALL_TIMEOUT_S,
             lambda outcome: self._outcome(machine, outcome),
         )  # fmt: skip
 
@@ -299,17 +309,25 @@ class SimOffers:
             self._worker.peers.drop(link)
 
     def _let_go(self, run: _Run) -> None:
-        self._tell_withdrawn(run.machine.endpoint, run.machine.ref, run.machine.num_offers)
+        self._tell_withdrawn(run.machine.job, run.machine.endpoint, run.machine.ref, run.machine.num_offers)
 
     def _report(self, run: _Run) -> None:
         del self.runs[run.machine]
         self._end_early(self.table.ended(run.machine))
 
-    def _tell_withdrawn(self, endpoint: Endpoint, ref: OfferRef, count: int) -> None:
-        who = self._worker.cluster_id
-        self._say(endpoint, lambda p, answer: p.pusher.on_withdraw(who, ref, count, answer))
+    def _heir_of(self, job: OfferJob | WithdrawJob) -> Announce | None:
+        return self.heirs.of(job.key, job.source, self._worker.clock())
 
-    def _say(self, endpoint: Endpoint, perform: Callable[[SimWorker, Answering], None]) -> None:
+    def _tell_withdrawn(self, job: OfferJob | WithdrawJob, endpoint: Endpoint, ref: OfferRef, count: int) -> None:
+        who = self._worker.cluster_id
+
+        def speak() -> Callable[[SimWorker, Answering], None]:
+            instead = self._heir_of(job)
+            return lambda p, answer: p.pusher.on_withdraw(who, ref, count, instead, answer)
+
+        self._say(endpoint, speak)
+
+    def _say(self, endpoint: Endpoint, speak: Callable[[], Callable[[SimWorker, Answering], None]]) -> None:
         """As `worker.notices`: once, without waiting for the answer. Of several to one worker any may be the first."""
         worker = self._worker
         self._num_notices += 1
@@ -319,7 +337,7 @@ class SimOffers:
 
         def linked(outcome: Link | LLMException) -> None:
             if isinstance(outcome, Link):
-                ask(worker, outcome.near, perform, CALL_TIMEOUT_S, over)
+                ask(worker, outcome.near, speak(), CALL_TIMEOUT_S, over)
             else:
                 over(outcome)
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from datadist_core.errors import Cancelled, LLMException, PeerLost, RemoteError, TimedOut
 from vllm_datadist.handoff.lease import Reader
-from vllm_datadist.handoff.push import PushEffect, PushMachine, Send
+from vllm_datadist.handoff.push import PushAct, PushEffect, PushMachine, Send
 from vllm_datadist.handoff.push_readers import request_key
-from vllm_datadist.handoff.pushes import PushAct, PushTable
-from vllm_datadist.messages import Offer, OfferRef, OfferState, RequestKey, StepWork
+from vllm_datadist.handoff.pushes import PushTable
+from vllm_datadist.messages import Announce, Offer, OfferRef, OfferState, RequestKey, StepWork
 
 from .calls import CALL_TIMEOUT_S, ask
 from .network import Answering, LinkEnd
+from .retries import Taker
 from .world import Violation
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ class SimPusher:
         self.given: dict[RequestKey, int] = {}
         self.sends: dict[PushMachine, SimSend] = {}
         self._is_sweeping = False
+        #: Whom it has sent all of its share.
+        self.served: set[Taker] = set()
+        self._owners: dict[str, RequestKey | None] = {}
         self._withdrawals: list[Callable[[], bool]] = []
 
     def is_busy(self) -> bool:
@@ -77,25 +81,29 @@ class SimPusher:
     # --- services for D ---
 
     def on_announce(self, ref: OfferRef, timeout_s: float, answer: Answering) -> None:
-        until_s = self._worker.clock() + timeout_s
-        self._worker.truth.expects(ref.transfer_id, request_key(ref), until_s)
-        self.table.announce(ref, until_s)
+        self._expect(ref, timeout_s)
         answer(True)
         self._act()
 
+    def _expect(self, ref: OfferRef, timeout_s: float) -> None:
+        until_s = self._worker.clock() + timeout_s
+        self._worker.truth.expects(ref.transfer_id, request_key(ref), until_s)
+        self.table.announce(ref, until_s)
+
     def on_offer(self, cluster_id: int, offer: Offer, answer: Answering) -> None:
         self._worker.truth.has_come(offer.ref.transfer_id, request_key(offer.ref))
-        found = self.table.offer(cluster_id, offer, self._worker.clock())
-        if found.state is OfferState.ACCEPTED:
-            self._worker.truth.takes_over(offer.ref.transfer_id, request_key(offer.ref))
-        answer(found)
+        answer(self.table.offer(cluster_id, offer, self._worker.clock()))
         self._act()
 
     def on_state(self, cluster_id: int, ref: OfferRef, answer: Answering) -> None:
         answer(self.table.state(cluster_id, ref))
 
-    def on_withdraw(self, cluster_id: int, ref: OfferRef, count: int, answer: Answering) -> None:
+    def on_withdraw(
+        self, cluster_id: int, ref: OfferRef, count: int, instead: Announce | None, answer: Answering
+    ) -> None:
         """Answered when nothing is under way any more, or after a while."""
+        if instead is not None:
+            self._expect(instead.ref, instead.timeout_s)
         self._worker.truth.let_go(ref.transfer_id, _reader(cluster_id, ref), count)
 
         def try_to(is_last: bool) -> bool:
@@ -123,7 +131,15 @@ class SimPusher:
 
     # --- effects ---
 
+    def _note_owners(self) -> None:
+        """Whose offers P has taken on by now."""
+        for transfer_id, source in self.table._sources.items():
+            if source.owner not in (None, self._owners.get(transfer_id)):
+                self._owners[transfer_id] = source.owner
+                self._worker.truth.takes_over(transfer_id, source.owner)
+
     def _act(self) -> None:
+        self._note_owners()
         for act in self.table.take_acts():
             self._worker.world.note(
                 "%s push %s.%d -> %s %s",
@@ -184,6 +200,7 @@ class SimPusher:
                 self.table.failed(push, outcome)
             else:
                 if send.end_token >= push.offer.end_token:
+                    self.served.add(Taker(push.ref.transfer_id, request_key(push.ref)))
                     self._worker.truth.let_go(push.ref.transfer_id, _reader(who, push.ref), push.offer.num_offers)
                 self.table.sent(push)
             self._act()

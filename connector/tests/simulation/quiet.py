@@ -54,4 +54,5 @@ def check_quiet(engine: Engine) -> None:
 def _sources(worker: SimWorker) -> list[object]:
     """What P's table of pushes still has of requests, or of offers for them."""
     table = worker.pusher.table
-    return [*table._sources, *table._by_key, *table._held, *table._sends, *table._pinned, *table._doubtful]
+    sends = [*table._sends._keys, *table._sends._pinned]
+    return [*table._sources, *table._by_key, *table._held, *sends, *table._doubtful, *table._line.transfer_ids()]

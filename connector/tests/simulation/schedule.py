@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from .blocks import Prompt, Request
 from .engine import Engine
 from .network import Faults, Network, any_faults
 from .quiet import check_calm, check_quiet
+from .retries import Retries
 from .shape import any_shape
 from .worker import SimWorker
 from .world import Violation, World, all_at_once
@@ -82,9 +82,7 @@ class Schedule:
         self.num_transfers = 0
         self.num_crashes = 0
         self.open_ids: dict[str, set[str]] = {name: set() for name in self.names}
-        #: How many requests of D came for each transfer; those of which one was aborted.
-        self.num_asked: Counter[str] = Counter()
-        self.given_up: set[str] = set()
+        self.retries = Retries(seed)
         self.tickets: dict[str, list[tuple[Prompt, dict[str, Any]]]] = {}
         for name in self.names:
             self._start(name)
@@ -153,7 +151,7 @@ class Schedule:
             return
         engine, request = worker.engine, self._request_of(worker.engine, machine)
         if request is not None and rng.random() < (1.0 if self.is_calm else 0.4):
-            self.world.after(rng.random() * 0.1, lambda: engine.abort(request) if engine.is_alive else None)
+            self.world.after(rng.random() * 0.1, lambda: self._give_up(engine, request))
         elif not self.is_calm:
             left_s = max(0.0, machine.deadline_s - worker.clock()) + 0.01
             overtake = lambda: worker.clock.jump(left_s)  # noqa: E731
@@ -370,25 +368,25 @@ class Schedule:
         num_out: int,
         done: Callable[[Request], None],
         aborted_s: float | None = None,
+        is_at_once: bool = False,
     ) -> None:
-        """`aborted_s`: after so long the client is gone; None: it may be, at any time."""
+        """`aborted_s`: after so long the client is gone; None: it may be, at any time. `is_at_once`: it comes again."""
         engine = self.engines[name]
         if not engine.is_alive:
             return
         request_id = self._free_id(engine)
         self.num_requests += 1
         self.num_open += 1
-        if params is not None and "do_remote_prefill" in params and params.get("transfer_id"):
-            self.num_asked[params["transfer_id"]] += 1
 
         def ended(request: Request) -> None:
             self.num_open -= 1
             self.open_ids[name].discard(request_id)
-            if request.status.name == "FINISHED_ABORTED" and request.transfer_id:
-                self.given_up.add(request.transfer_id)
+            self.retries.ended(request)
             done(request)
 
         request = Request(request_id, prompt, params, num_out, ended)
+        if params is not None and "do_remote_prefill" in params:
+            self.retries.asked(request, is_at_once)
         self.open_ids[name].add(request_id)
         self.world.note("%s gets %s, prompt %d/%d, %s", name, request_id, prompt.family, prompt.num_tokens, params)
         engine.submit(request)
@@ -396,7 +394,16 @@ class Schedule:
         if aborted_s is None and self.rng.random() < 0.2 and not (self.is_calm and is_p):
             aborted_s = self.rng.choice((0.02, 0.2, 2.0, 8.0)) * self.rng.random()
         if aborted_s is not None:
-            self.world.after(aborted_s, lambda: engine.abort(request) if engine.is_alive else None)
+            self.world.after(aborted_s, lambda: self._give_up(engine, request))
+
+    def _give_up(self, engine: Engine, request: Request) -> None:
+        """Its client is gone, or asks again in the same moment."""
+        if engine.is_alive:
+            comes_again = self.retries.comes_again(request)
+            engine.abort(request)
+            if comes_again:
+                params, num_out = request.kv_transfer_params, request.max_tokens - request.num_prompt_tokens
+                self._submit(engine.name, request.prompt, params, num_out, lambda _: None, is_at_once=True)
 
     def _free_id(self, engine: Engine) -> str:
         """The first that the engine does not know any more: ids come back as soon as they can."""
@@ -420,10 +427,10 @@ class Schedule:
             raise Violation("ends", f"{self.num_open} requests never ended")
         for engine in self.engines.values():
             check_quiet(engine)
-        if self.is_calm:
-            for engine in self.engines.values():
-                check_calm(engine, self._was_asked_again)
         engines = self.engines.values()
+        served = {taker for engine in engines for worker in engine.workers for taker in worker.pusher.served}
+        for engine in engines if self.is_calm else ():
+            check_calm(engine, lambda transfer_id: self.retries.may_fail(transfer_id, served))
         return Outcome(
             self.world.num_events,
             self.num_requests,
@@ -434,10 +441,6 @@ class Schedule:
 
     def _busy(self) -> str:
         return ", ".join(f"{engine.name} {list(engine.requests)}" for engine in self.engines.values())
-
-    def _was_asked_again(self, transfer_id: str) -> bool:
-        """After a request was aborted another came for the same: P may have let go before, or it may be too early."""
-        return transfer_id in self.given_up and self.num_asked[transfer_id] > 1
 
 
 def run_schedule(seed: int, calm: bool | None = None, pushes: float | None = None) -> Outcome:

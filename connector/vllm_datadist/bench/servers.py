@@ -25,7 +25,7 @@ from .model import ServedModel
 
 Progress = Callable[[str], None]
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 _GRACE_S = 15.0
 _POLL_S = 0.25
 _REPORT_S = 15.0

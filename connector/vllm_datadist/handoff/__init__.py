@@ -90,4 +90,11 @@ computed (`push`, `pushes`).
     Only the fence may take as long as a stopped process is stopped. If vLLM fails requests whose load failed, it is
     told of the failure at the deadline all the same, and keeps the blocks until the fence (`scheduler.settling`); if it
     computes them anew, in these very blocks, it is told after the fence.
+19. A transfer is one request's of D at a time; what another offers waits for its turn at P (`push_turns`) until all
+    offers of the one before have ended, and is refused if that takes too long. What D says of two requests arrives in
+    any order, so P cannot tell one that takes another's place from one that a router has sent twice. It need not:
+    whether an offer is still wanted D says when it is asked whether it stands (11.), and nothing of a new one is sent
+    while anything of an old one is under way. Who lets go names the request that the transfer is for now, if D knows
+    one (`offer_heirs`), so that P keeps what that one comes for. So a request that is given up and asked for again in
+    the same step is served; unless P has just sent the first one everything, and has let go by itself.
 """

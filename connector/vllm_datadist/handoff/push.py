@@ -29,7 +29,11 @@ from datadist_core.errors import LLMException
 from ..messages import Offer, OfferRef, OfferState, RequestKey
 from ..messages import Table as BlockTable
 from .load import LINK_BROKEN
+from .push_readers import request_key
 from .table import Table
+
+#: No offer may last longer.
+MAX_TIMEOUT_S = 86400.0
 
 
 class PushPhase(Enum):
@@ -182,6 +186,11 @@ class Source:
     is_held: bool = False
     pushes: list[PushMachine] = field(default_factory=list)
 
+    @property
+    def owner(self) -> RequestKey | None:
+        """The request of D that has offers under way for it. They are all one request's."""
+        return request_key(self.pushes[0].ref) if self.pushes else None
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
@@ -195,6 +204,15 @@ class Send:
     end_token: int
     tables: tuple[BlockTable, ...]
     link_id: int | None
+
+
+def why_malformed(offer: Offer) -> str:
+    """Why nobody could serve this offer; "" if somebody may."""
+    if not 0 <= offer.first_token < offer.end_token or offer.num_offers < 1:
+        return f"tokens {offer.first_token}..{offer.end_token} and num_offers {offer.num_offers} make no offer"
+    if not 0 < offer.timeout_s <= MAX_TIMEOUT_S:
+        return f"timeout_s {offer.timeout_s} is not > 0 and <= {MAX_TIMEOUT_S}"
+    return ""
 
 
 def why_unfit(offer: Offer, source: Source) -> str:
@@ -241,6 +259,11 @@ class PushMachine:
     def is_over(self) -> bool:
         """Nothing is under way but perhaps the notice, and nothing will be."""
         return self.phase in (PushPhase.TELLING, PushPhase.ENDED)
+
+    @property
+    def is_ending(self) -> bool:
+        """Nothing is begun any more, for whatever reason."""
+        return self.is_over or self.phase in _TO_BE_OVER
 
     @property
     def state(self) -> OfferState:
@@ -312,3 +335,15 @@ class PushMachine:
             raise RuntimeError(f"a push of transfer {source.transfer_id} goes on without its request")
         end_token = min(source.end_token, self.offer.end_token)
         return Send(source.key, self._sent_to, end_token, source.tables, self.link_id)
+
+
+@dataclass(frozen=True, slots=True)
+class PushAct:
+    """What the driver shall do for a push: ASK, SEND or TELL, in a thread that may wait.
+
+    For SEND, `send` says what; for TELL, the push's `word` and `reason` are what D is told.
+    """
+
+    push: PushMachine
+    effect: PushEffect
+    send: Send | None = None

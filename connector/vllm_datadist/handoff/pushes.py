@@ -16,63 +16,35 @@ Before its end vLLM keeps them, but it takes them back without asking when the r
 or `end` with an error, is fed before the step's forward pass writes anything. A send under way then is void: whatever
 it still takes out of those blocks goes into blocks that D has reserved for this offer, and D hears nothing final before
 the send has ended; it does not count, so that either all is sent again, or the push has failed. No other send is begun
-from those blocks. Who does not want such a send to go on waits until `is_sending(key)` is false before that forward
-pass, or has it end early.
+from those blocks. Who does not want such a send to go on waits until `is_sending(key)` is false, or has it end early.
 
-Whom a transfer belongs to: all offers that are under way for it are one request's of D. Another D that comes meanwhile
-with the same transfer id is refused; when the first one's offers have ended it may have what is still there, and then
-what the first one needs, or does not, counts for nothing. While there are no offers it belongs to the request that has
-announced its own, which may queue at D for long: P keeps the lease alive for it.
+Whom a transfer belongs to: all offers that are under way for it are one request's of D. Another request that offers
+meanwhile for the same transfer id waits for its turn (`push_turns`), for a while, and is refused then. When the first
+one's offers have ended it has what is still there, and what the first one needs, or does not, counts for nothing. While
+there are no offers it belongs to the request that has announced its own, which may queue at D for long: P keeps the
+lease alive for it. So who takes its offer back does not end a lease that another waits for.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from collections import Counter
 
 from datadist_core.errors import LLMException
 
 from ..messages import Offer, OfferRef, OfferState, PushChunk, PushEnd, PushOpen, PushVoid, RequestKey
 from .lease import Leases
 from .load import LeaseLost
-from .push import PushEffect, PushEvent, PushMachine, PushPhase, Send, Source, why_unfit
+from .push import PushAct, PushEffect, PushEvent, PushMachine, PushPhase, Source, why_malformed, why_unfit
+from .push_ended import Answer, EndedOffers, GoneTransfers
 from .push_readers import Announcements, OfferId, Served, ServedBook, offer_id, request_key
+from .push_sends import Sends
+from .push_turns import Line
 
 #: Offers under way, in all and of one worker of D; one more is refused.
 MAX_OFFERS, MAX_OFFERS_OF_ONE = 65536, 8192
-#: No offer may last longer.
-MAX_TIMEOUT_S = 86400.0
 #: An offer for a transfer that is over waits so long for P's next request of that id: who tries both again may have
-#: reached D first.
+#: reached D first. One for a transfer that another request has offered for waits so long for its turn.
 COME_AGAIN_S = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class PushAct:
-    """What the driver shall do for a push: ASK, SEND or TELL, in a thread that may wait.
-
-    For SEND, `send` says what; for TELL, the push's `word` and `reason` are what D is told.
-    """
-
-    push: PushMachine
-    effect: PushEffect
-    send: Send | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """To a call of D's."""
-
-    state: OfferState
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """What is left of an offer."""
-
-    number: int
-    answer: Answer
 
 
 class PushTable:
@@ -85,7 +57,6 @@ class PushTable:
 
     def __init__(self, leases: Leases, max_ended: int = 4096) -> None:
         self._leases = leases
-        self._max_ended = max_ended
         #: The latest of each transfer id.
         self._sources: dict[str, Source] = {}
         self._by_key: dict[RequestKey, Source] = {}
@@ -93,19 +64,18 @@ class PushTable:
         self._held: dict[RequestKey, Source] = {}
         self._active: dict[OfferId, PushMachine] = {}
         self._num_of: Counter[int] = Counter()
-        #: Offered after their transfer was over, and until when they wait for it to come again.
+        #: Who waits until another request's offers have ended; each has a source of its own until then.
+        self._line = Line()
+        #: They, and who has come after the transfer was over: until when they wait for their turn, or P's next request.
         self._doubtful: dict[PushMachine, float] = {}
         #: Replaced by a higher number of the same offer, while something was under way.
         self._replaced: set[PushMachine] = set()
-        self._ended: OrderedDict[OfferId, _Ended] = OrderedDict()
-        #: Transfers of which nothing is left, and why.
-        self._gone: OrderedDict[str, str] = OrderedDict()
+        self._ended = EndedOffers(max_ended)
+        self._gone = GoneTransfers(max_ended)
         #: Who needs nothing of a transfer whose lease is not open yet.
         self._served = ServedBook(max_ended)
         self._announced = Announcements(max_ended)
-        #: Each send under way, and the request from whose blocks.
-        self._sends: dict[PushMachine, RequestKey] = {}
-        self._pinned: set[PushMachine] = set()
+        self._sends = Sends(leases)
         self._acts: list[PushAct] = []
 
     def __len__(self) -> int:
@@ -135,7 +105,7 @@ class PushTable:
 
     def is_sending(self, key: RequestKey) -> bool:
         """Whether a send from this request's blocks is under way."""
-        return key in self._sends.values()
+        return self._sends.is_from(key)
 
     # --- the engine's steps -----------------------------------------------------------------------------------
 
@@ -149,8 +119,9 @@ class PushTable:
         source.key = opened.key
         source.num_prompt_tokens, source.prompt_digest = opened.num_tokens, opened.prompt_digest
         self._sources[opened.transfer_id] = self._by_key[opened.key] = source
-        self._gone.pop(opened.transfer_id, None)
+        self._gone.forget(opened.transfer_id)
         self._end_unfit(source)
+        self._begin_turn(opened.transfer_id)
 
     def chunk(self, chunk: PushChunk) -> None:
         """This step computes tokens up to `end_token`."""
@@ -180,9 +151,7 @@ class PushTable:
             self._over(source, ended.error)
             return
         source.is_held, self._held[ended.key] = True, source
-        for push in [push for push, key in self._sends.items() if key == ended.key]:
-            self._leases.pin_under_way(ended.key)
-            self._pinned.add(push)
+        self._sends.pin(ended.key)
         for served in self._served.take(source.transfer_id):
             self._leases.release([ended.key], served.reader, served.num_readers)
         self._end_unfit(source)
@@ -193,12 +162,12 @@ class PushTable:
     def announce(self, ref: OfferRef, until_s: float) -> None:
         """This request of D will offer, or say that it needs nothing: until then, at the latest, it is waited for."""
         key = request_key(ref)
-        is_new = self._announced.note(ref.transfer_id, key, until_s)
-        if is_new and _owner(self._sources.get(ref.transfer_id)) is None:
+        source, is_new = self._sources.get(ref.transfer_id), self._announced.note(ref.transfer_id, key, until_s)
+        if is_new and (source is None or source.owner is None):
             self._served.keep_only(ref.transfer_id, key)
 
     def offer(self, cluster_id: int, offer: Offer, now_s: float) -> Answer:
-        """Take it on, unless it can be seen that nothing will come of it. Again changes nothing."""
+        """Take it on, perhaps for later (`push_turns`), unless it can be seen that nothing will come of it."""
         who = offer_id(cluster_id, offer.ref)
         self._announced.has_come(who.transfer_id, who.reader.key)
         known = self._known(who, offer.ref.number)
@@ -212,9 +181,11 @@ class PushTable:
         reason = self._why_refused(who, offer, source)
         if reason:
             return Answer(OfferState.FAILED, reason)
-        push = self._take_on(who, offer, source, now_s)
-        if push.has_work:
-            self._step(push, PushEvent.WORK)
+        push = self._take_on(who, offer, now_s)
+        if source.owner in (None, who.reader.key):
+            self._join(push, source)
+        else:
+            self._line.add(push)
         return Answer(OfferState.ACCEPTED)
 
     def state(self, cluster_id: int, ref: OfferRef) -> Answer:
@@ -244,8 +215,8 @@ class PushTable:
         if push is not None:
             return Answer(push.state, push.reason)
         if ended is None or ended.number != ref.number:
-            self._remember(who, _Ended(ref.number, Answer(OfferState.WITHDRAWN)))
-        return self._ended[who].answer
+            return self._ended.note(who, ref.number, Answer(OfferState.WITHDRAWN))
+        return ended.answer
 
     # --- how effects have ended -------------------------------------------------------------------------------
 
@@ -259,13 +230,13 @@ class PushTable:
 
     def sent(self, push: PushMachine) -> None:
         """SEND has ended: all of it is in D's blocks. It counts, also if the lease is over: it was pinned."""
-        self._send_ended(push)
+        self._sends.end(push)
         self._perform(push, push.ended_well(PushEvent.SENT))
         self._check_lease(push.source)
 
     def failed(self, push: PushMachine, error: LLMException) -> None:
         """ASK or SEND has ended with this error, and has let go of all memory. For TELL, use `told`."""
-        self._send_ended(push)
+        self._sends.end(push)
         self._perform(push, push.ended_badly(error))
 
     def told(self, push: PushMachine) -> None:
@@ -282,10 +253,10 @@ class PushTable:
         self._announced.expire(now_s)
         for push in [push for push in self._active.values() if push.deadline_s <= now_s]:
             self._step(push, PushEvent.OVERDUE)
+        for transfer_id in self._line.transfer_ids():
+            self._begin_turn(transfer_id)
         for push in [push for push, until_s in self._doubtful.items() if until_s <= now_s]:
-            del self._doubtful[push]
-            if push.source.key is None:
-                self._step(push, PushEvent.GONE, self._gone.get(push.ref.transfer_id, ""))
+            self._end_doubtful(push)
         for source in list(self._held.values()):
             self._check_lease(source)
 
@@ -300,21 +271,56 @@ class PushTable:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _take_on(self, who: OfferId, offer: Offer, source: Source, now_s: float) -> PushMachine:
+    def _take_on(self, who: OfferId, offer: Offer, now_s: float) -> PushMachine:
+        """With a source of its own that never computes anything."""
+        source = Source(who.transfer_id)
         push = self._active[who] = PushMachine(who.cluster_id, offer, source, now_s + offer.timeout_s)
-        self._num_of[who.cluster_id] += 1
         source.pushes.append(push)
-        self._sources[who.transfer_id] = source
-        self._ended.pop(who, None)
-        self._served.keep_only(who.transfer_id, who.reader.key)
-        if source.key is None and who.transfer_id in self._gone:
-            self._doubtful[push] = now_s + COME_AGAIN_S
+        self._num_of[who.cluster_id] += 1
+        self._doubtful[push] = now_s + COME_AGAIN_S
+        self._ended.forget(who)
         return push
+
+    def _join(self, push: PushMachine, source: Source) -> None:
+        """It is this source's."""
+        transfer_id = source.transfer_id
+        push.source.pushes.remove(push)
+        push.source = source
+        source.pushes.append(push)
+        self._sources[transfer_id] = source
+        self._served.keep_only(transfer_id, request_key(push.ref))
+        if source.key is not None or transfer_id not in self._gone:
+            self._doubtful.pop(push, None)
+        if source.key is not None and (reason := why_unfit(push.offer, source)):
+            self._step(push, PushEvent.GONE, reason)
+        elif push.has_work:
+            self._step(push, PushEvent.WORK)
+
+    def _begin_turn(self, transfer_id: str) -> None:
+        """If no offer is under way for it, it is the next one's."""
+        source = self._sources.get(transfer_id) or Source(transfer_id)
+        if not source.pushes:
+            for push in self._line.take_turn(transfer_id):
+                self._join(push, source)
+
+    def _end_doubtful(self, push: PushMachine) -> None:
+        transfer_id = push.ref.transfer_id
+        reason = self._gone.reason(transfer_id)
+        if push in self._line:
+            before = self._sources.get(transfer_id)
+            if before is not None and all(other.is_ending for other in before.pushes):
+                return  # it is its turn soon
+            reason = "another request has offered for this transfer"
+            self._line.discard(push)
+        self._doubtful.pop(push, None)
+        if push.source.key is None:
+            self._step(push, PushEvent.GONE, reason)
 
     def _take_off(self, who: OfferId) -> PushMachine | None:
         push = self._active.pop(who, None)
         if push is not None:
             self._doubtful.pop(push, None)
+            self._line.discard(push)
             push.source.pushes.remove(push)
             self._num_of[who.cluster_id] -= 1
             if not self._num_of[who.cluster_id]:
@@ -347,14 +353,10 @@ class PushTable:
             self._take_off(who)
 
     def _why_refused(self, who: OfferId, offer: Offer, source: Source) -> str:
-        if not 0 <= offer.first_token < offer.end_token or offer.num_offers < 1:
-            return f"tokens {offer.first_token}..{offer.end_token} and num_offers {offer.num_offers} make no offer"
-        if not 0 < offer.timeout_s <= MAX_TIMEOUT_S:
-            return f"timeout_s {offer.timeout_s} is not > 0 and <= {MAX_TIMEOUT_S}"
+        if why := why_malformed(offer):
+            return why
         if len(self._active) >= MAX_OFFERS or self._num_of[who.cluster_id] >= MAX_OFFERS_OF_ONE:
             return f"there are {MAX_OFFERS} offers already, or {MAX_OFFERS_OF_ONE} of this worker"
-        if _owner(source) not in (None, who.reader.key):
-            return "another request has offered for this transfer"
         return "" if source.key is None else why_unfit(offer, source)
 
     def _check_lease(self, source: Source) -> None:
@@ -362,7 +364,7 @@ class PushTable:
         key = source.key
         if key is None or key not in self._held or self._leases.is_open(key):
             return
-        if not any(self._sends[push] == key for push in self._pinned):
+        if not self._sends.is_pinning(key):
             self._over(source, "P's lease is over")
 
     def _over(self, source: Source, reason: str) -> None:
@@ -373,12 +375,11 @@ class PushTable:
         if self._sources.get(source.transfer_id) is source:
             del self._sources[source.transfer_id]
             self._served.take(source.transfer_id)
-            self._gone[source.transfer_id] = reason
-            while len(self._gone) > self._max_ended:
-                self._gone.popitem(last=False)
+            self._gone.note(source.transfer_id, reason)
         source.end_token = 0
         for push in list(source.pushes):
             self._step(push, PushEvent.GONE, reason)
+        self._begin_turn(source.transfer_id)
 
     def _step(self, push: PushMachine, event: PushEvent, reason: str = "") -> None:
         self._perform(push, push.step(event, reason))
@@ -388,36 +389,34 @@ class PushTable:
             self._settle(push)
         for effect in effects:
             if effect is PushEffect.RELEASE:
-                served = Served(offer_id(push.cluster_id, push.ref).reader, push.offer.num_offers)
-                self._serve(push.source.transfer_id, push.source, served)
+                self._release(push)
             elif effect is PushEffect.SEND:
                 self._begin_send(push)
             else:
                 self._acts.append(PushAct(push, effect))
 
     def _begin_send(self, push: PushMachine) -> None:
-        send = push.send
-        if send is None:
-            raise RuntimeError("a send of nothing")
-        if push.source.is_held:
-            if not self._leases.pin(send.key):
-                self._step(push, PushEvent.GONE, "P's lease is over")
-                self._perform(push, push.ended_badly(LeaseLost("P's lease is over")))
-                return
-            self._pinned.add(push)
-        self._sends[push] = send.key
-        self._acts.append(PushAct(push, PushEffect.SEND, send))
+        if self._sends.begin(push):
+            self._acts.append(PushAct(push, PushEffect.SEND, push.send))
+            return
+        self._step(push, PushEvent.GONE, "P's lease is over")
+        self._perform(push, push.ended_badly(LeaseLost("P's lease is over")))
 
-    def _send_ended(self, push: PushMachine) -> None:
-        key = self._sends.pop(push, None)
-        if key is not None and push in self._pinned:
-            self._pinned.discard(push)
-            self._leases.unpin(key)
+    def _release(self, push: PushMachine) -> None:
+        who, source = offer_id(push.cluster_id, push.ref), push.source
+        if source.key is None:  # or it was not its turn
+            source = self._sources.get(who.transfer_id, source)
+        served = Served(who.reader, push.offer.num_offers)
+        self._serve(who.transfer_id, source, served, push.word is OfferState.DONE)
 
-    def _serve(self, transfer_id: str, source: Source | None, served: Served) -> None:
-        """One more worker of D needs nothing of P's lease; unless another request of D is being served."""
-        owner = _owner(source) or self._announced.key_of(transfer_id)
-        if owner not in (None, served.reader.key):
+    def _serve(self, transfer_id: str, source: Source | None, served: Served, is_done: bool = False) -> None:
+        """One more worker of D needs nothing of P's lease; unless another request of D does.
+
+        That is the one being served; or, for who has not been served, but lets go, any that is to be.
+        """
+        owner, announced = source and source.owner, self._announced.key_of(transfer_id)
+        claims = (owner or announced,) if is_done else (owner, announced, self._line.next_key(transfer_id))
+        if any(key not in (None, served.reader.key) for key in claims):
             return
         if source is not None and source.is_held and source.key is not None:
             self._leases.release([source.key], served.reader, served.num_readers)
@@ -432,17 +431,8 @@ class PushTable:
         who = offer_id(push.cluster_id, push.ref)
         if self._take_off(who) is None:
             return
-        self._remember(who, _Ended(push.ref.number, Answer(push.word or OfferState.FAILED, push.reason)))
+        self._ended.note(who, push.ref.number, Answer(push.word or OfferState.FAILED, push.reason))
         source = push.source
         if source.key is None and not source.pushes and self._sources.get(source.transfer_id) is source:
             del self._sources[source.transfer_id]
-
-    def _remember(self, who: OfferId, ended: _Ended) -> None:
-        self._ended[who] = ended
-        while len(self._ended) > self._max_ended:
-            self._ended.popitem(last=False)
-
-
-def _owner(source: Source | None) -> RequestKey | None:
-    """The request of D that has offers under way for it. They are all one request's."""
-    return request_key(source.pushes[0].ref) if source is not None and source.pushes else None
+        self._begin_turn(source.transfer_id)

@@ -148,7 +148,7 @@ class PushExchange:
 
     def _on_withdraw(self, who: int, body: bytes) -> OfferAnswer:
         question = _decode(WITHDRAW, body, Withdraw)
-        return self.pushes.withdraw(who, question.ref, question.num_offers)
+        return self.pushes.withdraw(who, question.ref, question.num_offers, question.instead)
 
     def _on_stands(self, who: int, body: bytes) -> OfferAnswer:
         stands = self.offers.stands(who, _decode(OFFER_STANDS, body, AskOffer).ref)

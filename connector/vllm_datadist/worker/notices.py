@@ -29,6 +29,7 @@ from ..messages import (
     Endpoint,
     Offer,
     OfferAnswer,
+    OfferJob,
     OfferRef,
     PushSource,
     RequestKey,
@@ -104,6 +105,7 @@ class OfferNotices:
 
     Args:
         pool: for what takes no time. Calls have threads of their own.
+        heir_of: which request a transfer is for now that this one lets go of; asked when P is told.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class OfferNotices:
         link_timeout_s: float,
         pool: WorkPool,
         log: logging.Logger,
+        heir_of: Callable[[RequestKey, PushSource], Announce | None],
     ) -> None:
         self._peers = peers
         self._caller = caller
@@ -121,6 +124,7 @@ class OfferNotices:
         self._link_timeout_s = link_timeout_s
         self._log = log
         self._pool = pool
+        self._heir_of = heir_of
         self._calls = PeerPool("notice", NUM_THREADS, 1, log)
 
     def announce(self, job: AnnounceJob, timeout_s: float) -> None:
@@ -144,10 +148,9 @@ class OfferNotices:
         notice = self._withdrawal_of(job)
         self._pool.now(lambda: self._say(notice, parts))
 
-    def let_go(self, key: RequestKey, ref: OfferRef, part: OfferPart) -> None:
+    def let_go(self, job: OfferJob, ref: OfferRef, part: OfferPart) -> None:
         """An offer that was made is not to be served any more."""
-        deadline = Deadline.after(self._link_timeout_s)
-        notice = _Notice(key, "to stop", WITHDRAW, lambda part: Withdraw(ref, part.num_offers), deadline)
+        notice = self._withdrawal(job.key, job.source, ref, "to stop")
         self._pool.now(lambda: self._say(notice, [part]))
 
     def close(self, timeout_s: float) -> None:
@@ -156,9 +159,12 @@ class OfferNotices:
 
     def _withdrawal_of(self, job: WithdrawJob) -> _Notice:
         ref = OfferRef(job.source.transfer_id, lease_ref(job.key))
+        return self._withdrawal(job.key, job.source, ref, "that nothing is needed, its lease ends by itself")
+
+    def _withdrawal(self, key: RequestKey, source: PushSource, ref: OfferRef, what: str) -> _Notice:
         deadline = Deadline.after(self._link_timeout_s)
-        what = "that nothing is needed, its lease ends by itself"
-        return _Notice(job.key, what, WITHDRAW, lambda part: Withdraw(ref, part.num_offers), deadline)
+        message_to = lambda part: Withdraw(ref, part.num_offers, self._heir_of(key, source))  # noqa: E731
+        return _Notice(key, what, WITHDRAW, message_to, deadline)
 
     def _parts_and_unread(self, workers: FoundWorkers) -> Sequence[OfferPart]:
         found = self._sources.parts(workers)

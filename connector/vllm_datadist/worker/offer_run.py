@@ -108,7 +108,7 @@ class OfferRun:
             self.runner.peers.drop(self._peer)
         if OfferEffect.LET_GO in effects:
             machine = self.machine
-            self.runner.notices.let_go(machine.key, machine.ref, OfferPart(machine.endpoint, machine.num_offers))
+            self.runner.notices.let_go(machine.job, machine.ref, OfferPart(machine.endpoint, machine.num_offers))
         if OfferEffect.REPORT in effects:
             self.runner.ended(self)
             return True
@@ -240,7 +240,9 @@ class OfferRun:
         return self._call(OFFER_STATE, AskOffer(self.machine.ref))
 
     def _withdraw(self) -> _Effects:
-        return self._call(WITHDRAW, Withdraw(self.machine.ref, self.machine.num_offers))
+        machine, job = self.machine, self.machine.job
+        instead = self.runner.heir_of(job.key, job.source)
+        return self._call(WITHDRAW, Withdraw(machine.ref, machine.num_offers, instead))
 
     def _call(self, name: str, question: Offer | AskOffer | Withdraw) -> _Effects:
         answer = self.runner.ask(self.machine.endpoint, name, question)

@@ -28,14 +28,17 @@ from datadist_core.types import Deadline
 from ..counts import Awaited, Mode
 from ..handoff.load import LINK_BROKEN
 from ..handoff.offer import OfferMachine
+from ..handoff.offer_heirs import Heirs
 from ..handoff.parts import GroupEnd, PartTable
 from ..messages import (
+    Announce,
     AnnounceJob,
     Endpoint,
     OfferAnswer,
     OfferJob,
     OfferRef,
     OfferState,
+    PushSource,
     RequestKey,
     WithdrawJob,
 )
@@ -114,14 +117,17 @@ class OfferRunner:
         self._table: PartTable[OfferMachine] = PartTable()
         self._runs: dict[OfferMachine, OfferRun] = {}
         self._finding: dict[RequestKey, _Finding] = {}
+        self._heirs = Heirs()
         self.pool = WorkPool("offer", num_threads, log)
         self.calls = PeerPool("offer-call", NUM_CALL_THREADS, CALLS_PER_PEER, log)
-        self.notices = OfferNotices(peers, caller, sources, link_timeout_s, self.pool, log)
+        self.notices = OfferNotices(peers, caller, sources, link_timeout_s, self.pool, log, self.heir_of)
 
     # --- from the engine's thread -----------------------------------------------------------------------------
 
     def announce(self, job: AnnounceJob) -> None:
         """Tell P that an offer will come, so that it keeps its blocks meanwhile."""
+        with self.lock:
+            self._heirs.note(job.key, job.source, time.monotonic() + self._timeout_s)
         self.notices.announce(job, self._timeout_s)
 
     def submit(self, job: OfferJob) -> None:
@@ -132,11 +138,13 @@ class OfferRunner:
             if job.key in self._finding or self._table.running(job.key):
                 return
             self._finding[job.key] = finding
+            self._heirs.note(job.key, job.source, deadline.at_s)
         self.pool.now(lambda: self._find(finding))
 
     def cancel(self, key: RequestKey) -> None:
         """Nobody wants it any more: it is taken back, and reported all the same."""
         with self.lock:
+            self._heirs.forget(key)
             finding = self._finding.pop(key, None)
             if finding is not None:
                 self._table.fail(key, Cancelled("the request is gone"))
@@ -148,6 +156,8 @@ class OfferRunner:
 
     def withdraw(self, job: WithdrawJob) -> None:
         """Tell P that nothing is needed."""
+        with self.lock:
+            self._heirs.forget(job.key)
         self.notices.withdraw(job)
 
     def take_ends(self) -> OfferEnds:
@@ -156,8 +166,15 @@ class OfferRunner:
             self._give_up_finding(time.monotonic())
             cancelled = self._table.give_up(time.monotonic())
             ends = OfferEnds(tuple(self._table.take_ends()), tuple(self._table.take_settled()))
+            for end in ends.ends:
+                self._heirs.forget(end.key)
         self._end_early(cancelled)
         return ends
+
+    def heir_of(self, key: RequestKey, source: PushSource) -> Announce | None:
+        """Which request the transfer is for, when this one lets go of it."""
+        with self.lock:
+            return self._heirs.of(key, source, time.monotonic())
 
     def num_open(self) -> int:
         with self.lock:

@@ -29,11 +29,13 @@ import msgspec
 from datadist_core.errors import Cancelled, LLMException, NotYetLinked, ProtocolError, TimedOut
 from datadist_core.types import Deadline
 
-from ..handoff.push import PushEffect, PushMachine, PushPhase, Send
-from ..handoff.pushes import Answer, PushAct, PushTable
+from ..handoff.push import PushAct, PushEffect, PushMachine, PushPhase, Send
+from ..handoff.push_ended import Answer
+from ..handoff.pushes import PushTable
 from ..messages import (
     OFFER_STANDS,
     PUSHED,
+    Announce,
     AskOffer,
     Offer,
     OfferAnswer,
@@ -199,7 +201,7 @@ class PushRunner:
         if not timeout_s > 0:  # nor is that which is no number
             return OfferAnswer(OfferState.FAILED, f"timeout_s {timeout_s} is not > 0")
         with self._leases.lock:
-            self._table.announce(ref, time.monotonic() + min(timeout_s, MAX_ANNOUNCED_S))
+            self._expect(ref, timeout_s)
             self._act()
         return OfferAnswer(OfferState.ACCEPTED)
 
@@ -213,9 +215,11 @@ class PushRunner:
         with self._leases.lock:
             return _answer(self._table.state(cluster_id, ref))
 
-    def withdraw(self, cluster_id: int, ref: OfferRef, num_offers: int) -> OfferAnswer:
+    def withdraw(self, cluster_id: int, ref: OfferRef, num_offers: int, instead: Announce | None = None) -> OfferAnswer:
         """What is under way is waited for, for a while."""
         with self._leases.lock:
+            if instead is not None and instead.timeout_s > 0:
+                self._expect(instead.ref, instead.timeout_s)
             answer = self._table.withdraw(cluster_id, ref, num_offers)
             self._act()
             until_s = time.monotonic() + WITHDRAW_WAIT_S
@@ -234,6 +238,9 @@ class PushRunner:
             self._act()
 
     # --- inside, with the lock held ---------------------------------------------------------------------------
+
+    def _expect(self, ref: OfferRef, timeout_s: float) -> None:
+        self._table.announce(ref, time.monotonic() + min(timeout_s, MAX_ANNOUNCED_S))
 
     def _act(self) -> None:
         """After every call of the table."""
