@@ -15,9 +15,9 @@ TEST_ARGS ?=
 BENCH_ARGS ?=
 # make test-versions VERSIONS="0.30.0 0.31.0"
 VERSIONS ?=
-# On two processors. The slow tests wait more than they compute; the fast ones compute. Servers take all for themselves.
+# On two processors. All tests wait now and then, the fast ones for a moment. Servers take all processors for themselves.
 TEST_JOBS ?= 3
-FAST_JOBS ?= 2
+FAST_JOBS ?= 4
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-fast test-versions nightly bench lint docs clean

@@ -110,8 +110,10 @@ def probe_backends(
 ) -> ProbeResult:
     """Connect and test every backend that both ends have open, in our order of preference.
 
+    What is connected stays so until the handshake is over, also if it is of no use: the peer may be waiting for it.
+
     Args:
-        check_wanted: raises what makes it pointless to go on. What is connected by then stays.
+        check_wanted: raises what makes it pointless to go on.
     """
     result = ProbeResult(rejected=dict(engine.unavailable))
     identities = {offer.name: offer.identity for offer in offers}
@@ -127,7 +129,6 @@ def probe_backends(
             attach_region(backend, peer_id, beacon.region, share)
             memory.read(engine, backend, peer_id, beacon, share)
         except LLMException as error:
-            backend.disconnect(peer_id)
             check_wanted()  # the link's end may have been the reason
             result.rejected[name] = str(error)
         else:

@@ -138,12 +138,16 @@ def test_cma_a_disconnect_right_before_the_link_is_up_wins(monkeypatch: pytest.M
     with BackendPair.in_process(CmaBackend) as pair:
         meet, a = cma._Meeting.meet, pair.a.backend
         taken: list[int] = []
+        met_by_b = threading.Event()  # else it waits for what the disconnect takes away
 
         def meet_and_lose(meeting: Any, peer_id: int) -> Any:
             peer = meet(meeting, peer_id)
             if peer_id == A_KNOWS_B_AS:
+                assert met_by_b.wait(WAIT_S)
                 a.disconnect(peer_id)
                 taken.append(peer_id)
+            else:
+                met_by_b.set()
             return peer
 
         monkeypatch.setattr(cma._Meeting, "meet", meet_and_lose)
@@ -365,6 +369,32 @@ def test_a_backend_that_is_not_agreed_on_lets_go_of_the_peer(
         assert (status is LLMStatusCode.LLM_SUCCESS) is (backend == "auto")
         assert eventually(lambda: not of_cma._leaving, WAIT_S), "it still watches the peer's process"
         assert eventually(lambda: not links_of(end).fences._remnants, WAIT_S)
+
+
+def test_who_rejects_a_backend_does_not_keep_the_peer_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer looks for this end when that has tried the backend already, in vain; it would look for 15 s."""
+    with make_end("auto") as end, make_end("auto", "127.0.0.1:0") as peer:
+        of_cma, of_peer = (links_of(one)._engine.backends["cma"] for one in (end, peer))
+        read, meet, rejected = BeaconMemory.read, cma._Meeting.meet, threading.Event()
+
+        def read_nothing(memory: BeaconMemory, engine: Any, by: Backend, *args: Any) -> None:
+            if by is of_cma:
+                rejected.set()
+                raise Unreachable("on purpose")
+            read(memory, engine, by, *args)
+
+        def meet_late(meeting: Any, peer_id: int) -> Any:
+            if meeting._shown.standing is of_peer._standing:
+                assert rejected.wait(WAIT_S)
+                eventually(lambda: not of_cma._links, 0.3)
+            return meet(meeting, peer_id)
+
+        monkeypatch.setattr(BeaconMemory, "read", read_nothing)
+        monkeypatch.setattr(cma._Meeting, "meet", meet_late)
+        [status] = end.link_clusters([cluster_info(peer)], timeout=10_000)[1]
+        assert status is LLMStatusCode.LLM_SUCCESS
+        assert "on purpose" in end.link_info(peer.cluster_id).rejected["cma"]
+        assert nothing_of(of_cma)
 
 
 def test_a_data_path_that_breaks_while_the_link_is_made_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
