@@ -16,12 +16,13 @@ the end only when nothing is being sent any more.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from ..messages import LeaseState, RequestKey
+from ..newest import Newest
 from .table import Table
 
 
@@ -131,9 +132,8 @@ class Leases:
 
     def __init__(self, clock: Callable[[], float], max_ended: int = 4096) -> None:
         self._clock = clock
-        self._max_ended = max_ended
         self._active: dict[RequestKey, _Lease] = {}
-        self._ended: OrderedDict[RequestKey, _Lease] = OrderedDict()
+        self._ended: Newest[RequestKey, _Lease] = Newest(max_ended)
         #: Ended, but with a send under way: vLLM has not heard of the end.
         self._pinned: dict[RequestKey, _Lease] = {}
         self._finished: list[RequestKey] = []
@@ -279,8 +279,6 @@ class Leases:
         else:
             self._finished.append(key)
         self._ended[key] = lease
-        while len(self._ended) > self._max_ended:
-            self._ended.popitem(last=False)
 
 
 def _unopened() -> _Lease:

@@ -6,11 +6,11 @@ For `pushes`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..messages import LeaseRef, OfferRef, RequestKey
+from ..newest import Newest
 from .lease import Reader
 
 #: Workers of D that are remembered for one transfer; more are no use, no engine is that large.
@@ -57,8 +57,7 @@ class ServedBook:
     """
 
     def __init__(self, max_transfers: int) -> None:
-        self._max_transfers = max_transfers
-        self._served: OrderedDict[str, list[Served]] = OrderedDict()
+        self._served: Newest[str, list[Served]] = Newest(max_transfers)
 
     def __len__(self) -> int:
         """Transfers of which somebody needs nothing."""
@@ -68,8 +67,6 @@ class ServedBook:
         waiting = self._served.setdefault(transfer_id, [])
         if served not in waiting and len(waiting) < MAX_READERS:
             waiting.append(served)
-        while len(self._served) > self._max_transfers:
-            self._served.popitem(last=False)
 
     def take(self, transfer_id: str) -> list[Served]:
         """The transfer's lease is open now, or it will never be."""
@@ -100,9 +97,8 @@ class Announcements:
     """
 
     def __init__(self, max_come: int) -> None:
-        self._max_come = max_come
-        self._announced: OrderedDict[str, _Announced] = OrderedDict()
-        self._come: OrderedDict[tuple[str, RequestKey], None] = OrderedDict()
+        self._announced: Newest[str, _Announced] = Newest(MAX_ANNOUNCED)
+        self._come: Newest[tuple[str, RequestKey], None] = Newest(max_come)
 
     def __len__(self) -> int:
         return len(self._announced)
@@ -116,15 +112,11 @@ class Announcements:
             return False
         self._announced.pop(transfer_id, None)
         self._announced[transfer_id] = _Announced(key, until_s)
-        while len(self._announced) > MAX_ANNOUNCED:
-            self._announced.popitem(last=False)
         return True
 
     def has_come(self, transfer_id: str, key: RequestKey) -> None:
         """It has offered, or needs nothing. Whether another will offer it cannot say."""
         self._come[transfer_id, key] = None
-        while len(self._come) > self._max_come:
-            self._come.popitem(last=False)
         if self.key_of(transfer_id) == key:
             del self._announced[transfer_id]
 

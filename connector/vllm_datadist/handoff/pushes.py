@@ -32,10 +32,11 @@ from collections import Counter
 from datadist_core.errors import LLMException
 
 from ..messages import Offer, OfferRef, OfferState, PushChunk, PushEnd, PushOpen, PushVoid, RequestKey
+from ..newest import Newest
 from .lease import Leases
 from .load import LeaseLost
 from .push import PushAct, PushEffect, PushEvent, PushMachine, PushPhase, Source, why_malformed, why_unfit
-from .push_ended import Answer, EndedOffers, GoneTransfers
+from .push_ended import Answer, Ended
 from .push_readers import Announcements, OfferId, Served, ServedBook, offer_id, request_key
 from .push_sends import Sends
 from .push_turns import Line
@@ -70,8 +71,9 @@ class PushTable:
         self._doubtful: dict[PushMachine, float] = {}
         #: Replaced by a higher number of the same offer, while something was under way.
         self._replaced: set[PushMachine] = set()
-        self._ended = EndedOffers(max_ended)
-        self._gone = GoneTransfers(max_ended)
+        self._ended: Newest[OfferId, Ended] = Newest(max_ended)
+        #: Transfers of which nothing is left, and why.
+        self._gone: Newest[str, str] = Newest(max_ended)
         #: Who needs nothing of a transfer whose lease is not open yet.
         self._served = ServedBook(max_ended)
         self._announced = Announcements(max_ended)
@@ -119,7 +121,7 @@ class PushTable:
         source.key = opened.key
         source.num_prompt_tokens, source.prompt_digest = opened.num_tokens, opened.prompt_digest
         self._sources[opened.transfer_id] = self._by_key[opened.key] = source
-        self._gone.forget(opened.transfer_id)
+        self._gone.pop(opened.transfer_id, None)
         self._end_unfit(source)
         self._begin_turn(opened.transfer_id)
 
@@ -215,7 +217,7 @@ class PushTable:
         if push is not None:
             return Answer(push.state, push.reason)
         if ended is None or ended.number != ref.number:
-            return self._ended.note(who, ref.number, Answer(OfferState.WITHDRAWN))
+            ended = self._ended[who] = Ended(ref.number, Answer(OfferState.WITHDRAWN))
         return ended.answer
 
     # --- how effects have ended -------------------------------------------------------------------------------
@@ -278,7 +280,7 @@ class PushTable:
         source.pushes.append(push)
         self._num_of[who.cluster_id] += 1
         self._doubtful[push] = now_s + COME_AGAIN_S
-        self._ended.forget(who)
+        self._ended.pop(who, None)
         return push
 
     def _join(self, push: PushMachine, source: Source) -> None:
@@ -305,7 +307,7 @@ class PushTable:
 
     def _end_doubtful(self, push: PushMachine) -> None:
         transfer_id = push.ref.transfer_id
-        reason = self._gone.reason(transfer_id)
+        reason = self._gone.get(transfer_id, "")
         if push in self._line:
             before = self._sources.get(transfer_id)
             if before is not None and all(other.is_ending for other in before.pushes):
@@ -375,7 +377,7 @@ class PushTable:
         if self._sources.get(source.transfer_id) is source:
             del self._sources[source.transfer_id]
             self._served.take(source.transfer_id)
-            self._gone.note(source.transfer_id, reason)
+            self._gone[source.transfer_id] = reason
         source.end_token = 0
         for push in list(source.pushes):
             self._step(push, PushEvent.GONE, reason)
@@ -431,7 +433,7 @@ class PushTable:
         who = offer_id(push.cluster_id, push.ref)
         if self._take_off(who) is None:
             return
-        self._ended.note(who, push.ref.number, Answer(push.word or OfferState.FAILED, push.reason))
+        self._ended[who] = Ended(push.ref.number, Answer(push.word or OfferState.FAILED, push.reason))
         source = push.source
         if source.key is None and not source.pushes and self._sources.get(source.transfer_id) is source:
             del self._sources[source.transfer_id]

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 
 from ..messages import RequestKey
+from ..newest import Newest
 
 
 class HoldTable:
@@ -15,8 +15,7 @@ class HoldTable:
     def __init__(self, max_remembered: int = 4096) -> None:
         self._attempts = itertools.count(1)
         self._held: dict[str, RequestKey] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
-        self._max_remembered = max_remembered
+        self._ended: Newest[str, None] = Newest(max_remembered)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -33,7 +32,5 @@ class HoldTable:
         """The workers' leases have ended. False if that was known before (then vLLM must not hear it again)."""
         if self._held.pop(request_id, None) is not None:
             self._ended[request_id] = None
-            while len(self._ended) > self._max_remembered:
-                self._ended.popitem(last=False)
             return True
         return request_id not in self._ended

@@ -15,12 +15,11 @@ has seen the end of are remembered for a while, and dropped from later reports.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
 from ..handoff.request import REQUEST_TABLE, RequestEvent, RequestState, Tell
 from ..messages import PushSource, RemoteLease, RequestKey
+from ..newest import Newest
 from ..params import PromptDigest, Ticket
 
 _NO_PROMPT = PromptDigest(0, "")
@@ -109,9 +108,8 @@ class HandoffTable:
 
     def __init__(self, max_remembered: int = 4096) -> None:
         self._current: dict[str, Handoff] = {}
-        self._reported: OrderedDict[str, None] = OrderedDict()
-        self._leaders: OrderedDict[TicketId, _Lead] = OrderedDict()
-        self._max_remembered = max_remembered
+        self._reported: Newest[str, None] = Newest(max_remembered)
+        self._leaders: Newest[TicketId, _Lead] = Newest(max_remembered)
 
     def __len__(self) -> int:
         return len(self._current)
@@ -133,7 +131,6 @@ class HandoffTable:
         if lead is None or (is_late and not lead.has_settled):
             self._leaders.pop(handoff.ticket_id, None)
             self._leaders[handoff.ticket_id] = _Lead(key)
-            _forget_oldest(self._leaders, self._max_remembered)
         else:
             handoff.leader, handoff.is_late = lead.key, is_late
 
@@ -184,9 +181,3 @@ class HandoffTable:
 
     def _remember(self, request_id: str) -> None:
         self._reported[request_id] = None
-        _forget_oldest(self._reported, self._max_remembered)
-
-
-def _forget_oldest(table: OrderedDict[Any, Any], max_entries: int) -> None:
-    while len(table) > max_entries:
-        table.popitem(last=False)

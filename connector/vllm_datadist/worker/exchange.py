@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -32,6 +31,7 @@ from ..messages import (
     Pushed,
     Withdraw,
 )
+from ..newest import Newest
 from .claims import engine_claim
 from .directory import WORKERS, AskWorkers, WorkerAddress, Workers
 from .layer_sync import LayerProgress
@@ -84,7 +84,7 @@ class PushExchange:
     ) -> None:
         self._link_timeout_s = link_timeout_s
         self._lock = threading.Lock()
-        self._descriptions: OrderedDict[int, Description] = OrderedDict()
+        self._descriptions: Newest[int, Description] = Newest(MAX_DESCRIPTIONS)
         self._workers: tuple[Endpoint, ...] = ()
         self._claim = engine_claim(ours)
         self.progress = LayerProgress(limits.is_layerwise)
@@ -99,8 +99,6 @@ class PushExchange:
         with self._lock:
             self._descriptions[cluster_id] = theirs
             self._descriptions.move_to_end(cluster_id)
-            while len(self._descriptions) > MAX_DESCRIPTIONS:
-                self._descriptions.popitem(last=False)
 
     def set_workers(self, workers: tuple[Endpoint, ...]) -> None:
         """All workers of this engine."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +34,7 @@ from ..description import Incompatible
 from ..handoff.load import LeaseLost
 from ..handoff.offer import PushFailed
 from ..messages import Endpoint, LoadReport, RequestKey
+from ..newest import Newest
 from .pulls import Moved
 from .topology import PlanError
 
@@ -121,15 +121,13 @@ class LoadBook:
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
         self._lock = threading.Lock()  # held for moments only, so that callers may hold theirs
-        self._open: OrderedDict[RequestKey, list[Stopwatch]] = OrderedDict()
+        self._open: Newest[RequestKey, list[Stopwatch]] = Newest(_MAX_OPEN)
         self._counts = Counts()
 
     def open(self, key: RequestKey, watches: Sequence[Stopwatch]) -> None:
         """These parts of a load begin."""
         with self._lock:
             self._open.setdefault(key, []).extend(watches)
-            while len(self._open) > _MAX_OPEN:
-                self._open.popitem(last=False)
 
     def close(self, key: RequestKey, mode: Mode, error: BaseException | None) -> LoadReport:
         """The load is reported; its numbers are counted."""
